@@ -1,0 +1,1 @@
+"""The shelves: one file per foreign system, found by name."""

@@ -1,0 +1,1 @@
+"""The shelf of embedders: one file a backend, found by its name."""

@@ -1,0 +1,150 @@
+"""The primary sink: a vector column of a table in the same Postgres, written as the items settle."""
+
+import struct
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, LiteralString, cast
+
+import psycopg
+from psycopg import sql
+from psycopg.adapt import Buffer, Dumper
+from psycopg.pq import Format
+from psycopg.types import TypeInfo
+
+from app.core.errors import ERROR_TEXT_CHARACTERS, BackendFault, ErrorClass
+from app.core.model import Target
+from app.core.ports import Transaction, Write, Written
+
+# Names come from embedding_targets and reach SQL through sql.Identifier only. Rows are locked in
+# key order, so that writers of two columns of one table never wait for each other in a ring.
+UPDATE = """
+WITH held AS (
+    SELECT t.{id} AS id
+      FROM {table} t
+     WHERE t.{id} = ANY(%(ids)s::text[]::{id_type}[])
+     ORDER BY t.{id}
+       FOR NO KEY UPDATE
+)
+UPDATE {table} AS t
+   SET {vector} = new.vector
+  FROM unnest(%(ids)s::text[], %(vectors)b::vector[]) AS new(target_id, vector)
+  JOIN held ON held.id = new.target_id::{id_type}
+ WHERE t.{id} = held.id
+RETURNING t.{id}::text AS target_id
+"""
+READ = """
+SELECT {id}::text AS target_id, {vector}::real[] AS vector
+  FROM {table}
+ WHERE {id} = ANY(%(ids)s::text[]::{id_type}[]) AND {vector} IS NOT NULL
+"""
+ID_TYPES: Mapping[str, LiteralString] = {
+    "bigint": "bigint",
+    "integer": "integer",
+    "smallint": "smallint",
+    "uuid": "uuid",
+    "text": "text",
+}
+REFUSALS = (psycopg.DataError, psycopg.IntegrityError, psycopg.InternalError)
+
+
+class _Vector:
+    """A vector on its way to Postgres in pgvector's binary form."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, vector: Sequence[float]) -> None:
+        numbers = array("f", vector)
+        if sys.byteorder == "little":
+            numbers.byteswap()
+        self.packed = struct.pack("!HH", len(vector), 0) + numbers.tobytes()
+
+
+class _VectorDumper(Dumper):
+    format = Format.BINARY
+
+    def dump(self, obj: _Vector) -> Buffer:
+        return obj.packed
+
+
+class PgVector:
+    """Writes to and reads from the vector columns of registered targets."""
+
+    def write(self, tx: Transaction, target: Target, writes: Sequence[Write]) -> Written:
+        """Store the vectors in the open transaction; name the rows that are gone or refused.
+
+        Raises BackendFault where the table itself is not as it was registered.
+        """
+        connection = cast("psycopg.Connection[dict[str, Any]]", tx)
+        _register(connection)
+        stored: set[str] = set()
+        refused: dict[str, str] = {}
+        self._write(connection, target, writes, stored, refused)
+        sent = {write.target_id for write in writes}
+        return Written(gone=frozenset(sent - stored - refused.keys()), refused=refused)
+
+    def read(
+        self, tx: Transaction, target: Target, target_ids: Sequence[str]
+    ) -> dict[str, list[float]]:
+        """Return the stored vector of each row that has one."""
+        rows = tx.execute(_composed(READ, target), {"ids": list(target_ids)})
+        return {row["target_id"]: row["vector"] for row in rows}
+
+    def _write(
+        self,
+        connection: "psycopg.Connection[dict[str, Any]]",
+        target: Target,
+        writes: Sequence[Write],
+        stored: set[str],
+        refused: dict[str, str],
+    ) -> None:
+        values = {
+            "ids": [write.target_id for write in writes],
+            "vectors": [_Vector(write.vector) for write in writes],
+        }
+        try:
+            with connection.transaction():
+                rows = connection.execute(_composed(UPDATE, target), values)
+                stored |= {row["target_id"] for row in rows}
+        except REFUSALS as exc:
+            if len(writes) == 1:
+                refused[writes[0].target_id] = _reason(exc)
+                return
+            middle = len(writes) // 2
+            self._write(connection, target, writes[:middle], stored, refused)
+            self._write(connection, target, writes[middle:], stored, refused)
+        except psycopg.ProgrammingError as exc:
+            message = f"target {target.target_table}: {_reason(exc)}"
+            raise BackendFault(ErrorClass.BAD_CONFIG, message) from exc
+
+
+def build() -> PgVector:
+    """Make the sink; it uses the connection that it is handed."""
+    return PgVector()
+
+
+def _composed(statement: LiteralString, target: Target) -> sql.Composed:
+    return sql.SQL(statement).format(
+        table=sql.Identifier(target.table_schema, target.table_name),
+        id=sql.Identifier(target.id_column),
+        vector=sql.Identifier(target.vector_column),
+        id_type=sql.SQL(ID_TYPES[target.id_type]),
+    )
+
+
+def _register(connection: "psycopg.Connection[dict[str, Any]]") -> None:
+    if connection.adapters.types.get("vector") is not None:
+        return
+    info = TypeInfo.fetch(connection, "vector")
+    if info is None:
+        message = "the extension vector is not in the database's search path"
+        raise BackendFault(ErrorClass.BAD_CONFIG, message)
+    info.register(connection)
+    dumper = type("_ThisVectorDumper", (_VectorDumper,), {"oid": info.oid})
+    connection.adapters.register_dumper(_Vector, dumper)
+
+
+def _reason(exc: psycopg.Error) -> str:
+    # Only the server's primary message: its detail may quote the row, and the row is the user's.
+    said = exc.diag.message_primary or type(exc).__name__
+    return f"{exc.sqlstate or ''} {said}".strip()[:ERROR_TEXT_CHARACTERS]

@@ -1,0 +1,1 @@
+"""The product without any door: words, stores, use cases."""

@@ -1,0 +1,106 @@
+"""Preflight: whether work is accepted, whether it gets done, and what stands in the way."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from app.core.context import Context
+from app.core.errors import BellsUnavailable, StoreUnavailable
+from app.core.model import EMBEDDINGS
+from app.core.store import fleet, schema, targets
+from app.core.store.database import Tx
+
+OLDEST_REDIS = (6, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a check saw, and whether a POST would be accepted."""
+
+    is_ready: bool
+    shown: dict[str, Any]
+
+
+def readiness(ctx: Context) -> Seen:
+    """Say whether a POST would be accepted, and what is degraded though it would."""
+    try:
+        with ctx.database.transaction() as tx:
+            missing = schema.missing(tx)
+            alive = fleet.alive(tx)
+            paused = _paused(fleet.backends(tx, ctx.settings.embedder))
+    except StoreUnavailable as exc:
+        return Seen(False, {"status": "unavailable", "reason": f"postgres: {exc.message}"})
+    if missing:
+        reason = f"migrations: {', '.join(missing)} missing; run python -m migrations"
+        return Seen(False, {"status": "unavailable", "reason": reason})
+    degraded = [*redis_faults(ctx), *paused]
+    if not alive.sweepers:
+        degraded.append("no_sweeper")
+    if not alive.workers:
+        degraded.append(f"no_worker:{EMBEDDINGS}")
+    return Seen(True, {"status": "ok", "degraded": degraded})
+
+
+def _paused(backends: dict[str, fleet.Backend]) -> list[str]:
+    return [f"backend_paused:{model}" for model, each in backends.items() if each.paused_since]
+
+
+def redis_faults(ctx: Context) -> list[str]:
+    """Name what is wrong with Redis: away, too old, or allowed to throw bells away."""
+    try:
+        facts = ctx.bells.facts()
+    except BellsUnavailable:
+        return ["redis"]
+    faults = []
+    version = tuple(int(part) for part in re.findall(r"\d+", facts["version"])[:2])
+    if version < OLDEST_REDIS:
+        faults.append("redis_version")
+    if facts["policy"] not in ("noeviction", "None"):
+        faults.append("redis_policy")
+    return faults
+
+
+def health(ctx: Context) -> Seen:
+    """Return the state of every part, for a person to read."""
+    ready = readiness(ctx)
+    if not ready.is_ready:
+        return ready
+    with ctx.database.transaction() as tx:
+        alive = fleet.alive(tx)
+        backends = fleet.backends(tx, ctx.settings.embedder)
+        parts = {
+            "postgres": {"state": "ok", "version": fleet.facts(tx)["version"]},
+            "migrations": "up to date",
+            "redis": _redis(ctx),
+            "workers": alive.workers,
+            "sweepers": alive.sweepers,
+            "backends": [
+                {
+                    "backend": ctx.settings.embedder,
+                    "model": each.model,
+                    "state": "paused" if each.paused_since else "ok",
+                    "error_class": each.error_class,
+                    "paused_until": each.paused_until,
+                }
+                for each in backends.values()
+            ],
+            "targets": "mismatch" if _mismatches(tx) else "ok",
+        }
+    return Seen(True, {**ready.shown, **parts})
+
+
+def _mismatches(tx: Tx) -> bool:
+    return any(targets.faults(tx, target) for target in targets.registered(tx))
+
+
+def _redis(ctx: Context) -> dict[str, Any]:
+    try:
+        facts = ctx.bells.facts()
+    except BellsUnavailable as exc:
+        return {"state": "away", "detail": exc.message}
+    return {
+        "state": "ok",
+        "version": facts["version"],
+        "policy": facts["policy"],
+        "persistent": facts["persistent"],
+    }

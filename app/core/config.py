@@ -1,0 +1,281 @@
+"""The settings: the only reader of the environment; every fault at once, before anything starts."""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from app.core.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+TRUE, FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
+
+
+def setting(
+    default: Any,  # noqa: ANN401 - the field's own annotation is the type
+    text: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    words: tuple[str, ...] = (),
+    secret: bool = False,
+) -> Any:  # noqa: ANN401
+    """Declare one setting: its default, one sentence, and the values that it may have."""
+    return field(
+        default=default,
+        metadata={"text": text, "least": least, "most": most, "words": words, "secret": secret},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that can be set. A field's name in capitals is its environment variable."""
+
+    database_url: str = setting("", "Postgres 15 or newer, as a URL; required.", secret=True)
+    redis_url: str = setting("", "Redis 6.2 or newer, as a URL; required.", secret=True)
+    rq_key_prefix: str = setting(
+        "rq", "Prefix of RQ's keys; must not be another RQ's on the same database number."
+    )
+    embedder: str = setting(
+        "ollama", "Backend: `ollama`, `openai`, `local`, or your own `package.module:build`."
+    )
+    embedder_url: str = setting("http://127.0.0.1:11434", "Base URL of the backend.")
+    embedder_api_key: str = setting("", "Key sent to the backend as a bearer token.", secret=True)
+    embedder_timeout_seconds: float = setting(
+        60.0, "Total time for one call to the backend.", least=0.1, most=600
+    )
+    embedder_load_seconds: float = setting(
+        300.0,
+        "The same for the first call after a start or a pause: the model may have to be loaded.",
+        least=0.1,
+        most=1800,
+    )
+    embedder_max_items: int = setting(1000, "Most texts in one call.", least=1, most=10000)
+    embedder_max_tokens: int = setting(
+        200000,
+        "Most tokens in one call, estimated as one per three bytes of text.",
+        least=1,
+        most=10000000,
+    )
+    embedding_model: str = setting(
+        "bge-m3:latest", "Model of targets that are registered without one."
+    )
+    embedding_dim: int = setting(1024, "Dimension of that model's vectors.", least=1, most=16000)
+    embedding_version: str = setting(
+        "", "Label of a target registered without one; made of model and dimension where empty."
+    )
+    queue_batch_size: int = setting(
+        64, "Most items in a slice: one claim, one call, one commit.", least=1, most=1000
+    )
+    queue_visibility_timeout: float = setting(
+        45.0,
+        "Seconds that a lease lasts; it is extended each third while its holder lives.",
+        least=1,
+        most=3600,
+    )
+    queue_wait_time: int = setting(
+        20, "Seconds that an idle worker blocks on Redis.", least=0, most=60
+    )
+    queue_max_retries: int = setting(5, "Attempts of an item in all.", least=1, most=20)
+    queue_bell_seconds: float = setting(
+        20.0,
+        "Seconds that one bell works before it lets the next job have its turn.",
+        least=0.05,
+        most=600,
+    )
+    queue_bells_per_job: int = setting(
+        8, "Most bells of one job at a time, so most workers on it.", least=1, most=1000
+    )
+    queue_max_per_client: int = setting(
+        2000000, "Open items that one client may have before a POST is 429.", least=1, most=10**9
+    )
+    queue_project: str = setting("", "A worker with this set serves `embeddings-<project>` only.")
+    enable_queue_worker: bool = setting(
+        True, "Off: `worker run` and `worker sweep` leave at once with exit code 0."
+    )  # noqa: FBT003
+    sweep_seconds: float = setting(15.0, "Seconds between two sweeps.", least=0.05, most=3600)
+    job_result_ttl_seconds: int = setting(
+        86400, "Seconds that a finished embedding job's result can be read.", least=1, most=31536000
+    )
+    cleanup_done_days: int = setting(
+        7,
+        "Days that a finished item is kept; after that the same text is embedded anew.",
+        least=1,
+        most=3650,
+    )
+    cleanup_job_days: int = setting(
+        30, "Days that a finished job is kept; after that it is 404.", least=1, most=3650
+    )
+    sinks: str = setting(
+        "pgvector",
+        "Where vectors go; the first is written in the settle transaction.",
+        words=("pgvector",),
+    )
+    max_body_bytes: int = setting(64 * 2**20, "Largest JSON body.", least=1024, most=2**30)
+    max_stream_bytes: int = setting(4 * 2**30, "Largest NDJSON body.", least=1024, most=2**40)
+    max_batch_items: int = setting(
+        100000, "Most items in a JSON batch; NDJSON has no such limit.", least=1, most=10**6
+    )
+    max_text_bytes: int = setting(262144, "Largest text, in bytes of UTF-8.", least=1, most=2**26)
+    max_streams: int = setting(
+        4, "NDJSON bodies that one API process reads at a time.", least=1, most=1000
+    )
+    stream_seconds: int = setting(
+        3600, "Longest time that one NDJSON body may take to arrive.", least=1, most=86400
+    )
+    host: str = setting("127.0.0.1", "Address that the API listens on.")
+    port: int = setting(8000, "Port that the API listens on.", least=0, most=65535)
+    auth: str = setting("on", "`off` asks for no key; on loopback only.", words=("on", "off"))
+    web_threads: int = setting(
+        16, "Threads of one API process; long polls hold one each.", least=1, most=512
+    )
+    log_level: str = setting(
+        "INFO", "Least level that is logged.", words=("DEBUG", "INFO", "WARNING", "ERROR")
+    )
+    holdfast_home: str = setting(
+        ".holdfast", "Folder of the embedded services that `make up` starts."
+    )
+
+    @property
+    def version_label(self) -> str:
+        """The embedding_version of a target that is registered without one."""
+        model = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.embedding_model)
+        return self.embedding_version or f"{model}-{self.embedding_dim}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the API can be reached from this machine only."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def load(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:  # noqa: ANN401
+    """Read the settings from `environ` (the process's own by default).
+
+    `overrides` win over it: they are what a command sets for the processes that it starts.
+    A secret may be the path of a file instead: `<NAME>_FILE`. Raises ConfigError naming every fault.
+    """
+    source = dict(os.environ if environ is None else environ)
+    values: dict[str, Any] = dict(overrides)
+    faults: list[str] = []
+    for item in fields(Settings):
+        if item.name in values:
+            continue
+        raw = _raw(source, item.name.upper(), faults)
+        if raw is not None:
+            _read(item.name, raw, values, faults)
+    faults += _strangers(source)
+    settings = Settings(**values)
+    faults += _contradictions(settings)
+    if faults:
+        raise ConfigError(faults)
+    return settings
+
+
+def _raw(source: Mapping[str, str], name: str, faults: list[str]) -> str | None:
+    path = source.get(f"{name}_FILE")
+    if path:
+        try:
+            return Path(path).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as exc:
+            faults.append(f"{name}_FILE: cannot be read ({type(exc).__name__})")
+            return None
+    value = source.get(name)
+    return value.strip() if value and value.strip() else None
+
+
+def _read(name: str, raw: str, values: dict[str, Any], faults: list[str]) -> None:
+    item = next(each for each in fields(Settings) if each.name == name)
+    limits = item.metadata
+    shown = "…" if limits["secret"] else repr(raw[:80])
+    try:
+        value = _PARSERS[type(_default(item))](raw)
+    except ValueError:
+        faults.append(f"{name.upper()}: {shown} is not {_KINDS[type(_default(item))]}")
+        return
+    if limits["words"] and value not in limits["words"]:
+        faults.append(f"{name.upper()}: {shown} is not one of {', '.join(limits['words'])}")
+    elif limits["least"] is not None and not limits["least"] <= value <= limits["most"]:
+        faults.append(
+            f"{name.upper()}: {shown} is not between {limits['least']} and {limits['most']}"
+        )
+    else:
+        values[name] = value
+
+
+def _default(item: Any) -> Any:  # noqa: ANN401
+    assert item.default is not MISSING  # noqa: S101 - every setting has one
+    return item.default
+
+
+def _boolean(raw: str) -> bool:
+    word = raw.lower()
+    if word not in TRUE | FALSE:
+        raise ValueError
+    return word in TRUE
+
+
+_PARSERS: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float, bool: _boolean}
+_KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _strangers(source: Mapping[str, str]) -> list[str]:
+    known = {item.name.upper() for item in fields(Settings)}
+    known |= {f"{name}_FILE" for name in known}
+    faults = []
+    for name in source:
+        if name in known or len(name) < 6:  # noqa: PLR2004 - HOST and PORT are too near to too much
+            continue
+        for near in get_close_matches(name, known, n=1, cutoff=0.85):
+            if _distance(name, near) <= 2:  # noqa: PLR2004 - one or two letters
+                faults.append(f"{name}: unknown; did you mean {near}?")
+    return faults
+
+
+def _distance(one: str, other: str) -> int:
+    previous = list(range(len(other) + 1))
+    for row, letter in enumerate(one, 1):
+        current = [row]
+        for column, wanted in enumerate(other, 1):
+            current.append(
+                min(
+                    previous[column] + 1,
+                    current[-1] + 1,
+                    previous[column - 1] + (letter != wanted),
+                )
+            )
+        previous = current
+    return previous[-1]
+
+
+def _contradictions(settings: Settings) -> list[str]:
+    faults = []
+    for name, schemes in (
+        ("database_url", ("postgresql", "postgres")),
+        ("redis_url", ("redis", "rediss", "unix")),
+    ):
+        url = getattr(settings, name)
+        if not url:
+            faults.append(f"{name.upper()}: must be set")
+        elif urlsplit(url).scheme not in schemes:
+            faults.append(f"{name.upper()}: must begin with {schemes[0]}://")
+    if urlsplit(settings.embedder_url).scheme not in ("http", "https"):
+        faults.append("EMBEDDER_URL: must begin with http:// or https://")
+    for name in ("rq_key_prefix", "queue_project"):
+        value = getattr(settings, name)
+        if value and not NAME.fullmatch(value):
+            faults.append(f"{name.upper()}: letters, digits, - and _ only")
+    if settings.auth == "off" and not settings.is_loopback:
+        faults.append(f"AUTH=off is for loopback only, but HOST is {settings.host}")
+    if settings.cleanup_job_days < settings.cleanup_done_days:
+        faults.append("CLEANUP_JOB_DAYS: must not be less than CLEANUP_DONE_DAYS")
+    return faults

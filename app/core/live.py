@@ -1,0 +1,86 @@
+"""What lives in Redis with a TTL: job metadata. The one place that builds our keys."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from app.core.link import Link, translated
+
+FRESH_SECONDS = 5
+"""How long the metadata of an open job may be shown: then it is read from Postgres anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """The body of GET /api/job/<id>, and what decides whether it may replace another one."""
+
+    job_id: str
+    client: str
+    run: int
+    is_final: bool
+    read_at: float
+    """When Postgres was read, by its own clock, in seconds."""
+    body: bytes
+    ttl_seconds: float
+
+
+# An older state never replaces a newer one: a higher run wins, then a final state, then the one
+# that was read later. So a poller never sees a job go back, whoever writes late.
+KEEP_NEWEST = """
+local old = redis.call('HMGET', KEYS[1], 'run', 'final', 'read_at')
+if old[1] then
+    local run, final, read_at = tonumber(old[1]), tonumber(old[2]), tonumber(old[3])
+    local new_run, new_final, new_read_at = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+    if run > new_run then return 0 end
+    if run == new_run and final > new_final then return 0 end
+    if run == new_run and final == new_final and read_at > new_read_at then return 0 end
+end
+redis.call('HSET', KEYS[1], 'run', ARGV[1], 'final', ARGV[2], 'read_at', ARGV[3],
+           'client', ARGV[4], 'body', ARGV[5])
+redis.call('PEXPIRE', KEYS[1], ARGV[6])
+return 1
+"""
+
+
+class Live:
+    """Live facts of jobs. None of its calls may fail a slice or an answer: see BellsUnavailable."""
+
+    def __init__(self, link: Link) -> None:
+        self._redis = link
+        self._keep_newest = cast("Callable[..., Any]", self._redis.register_script(KEEP_NEWEST))
+
+    def keep(self, meta: Meta) -> bool:
+        """Write a job's metadata unless newer is there; raises BellsUnavailable."""
+        with translated():
+            kept = self._keep_newest(
+                keys=[_meta_key(meta.job_id)],
+                args=[
+                    meta.run,
+                    int(meta.is_final),
+                    meta.read_at,
+                    meta.client,
+                    meta.body,
+                    max(1, int(meta.ttl_seconds * 1000)),
+                ],
+            )
+        return bool(kept)
+
+    def find(self, job_id: str, *, client: str | None) -> bytes | None:
+        """Return a job's body where it is fresh and the client's own; raises BellsUnavailable."""
+        with translated():
+            owner, body = cast(
+                "tuple[bytes | None, bytes | None]",
+                self._redis.hmget(_meta_key(job_id), ["client", "body"]),
+            )
+        if owner is None or (client is not None and owner.decode() != client):
+            return None
+        return body
+
+    def forget(self, job_id: str) -> None:
+        """Drop a job's metadata; raises BellsUnavailable."""
+        with translated():
+            self._redis.delete(_meta_key(job_id))
+
+
+def _meta_key(job_id: str) -> str:
+    return f"embedding:job:{job_id}:meta"

@@ -1,0 +1,274 @@
+"""What a caller may send: types, bounds, and checks that name every fault by its place."""
+
+import hashlib
+import math
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from app.core.errors import Fault, InvalidRequest
+from app.core.model import NewItem, Target
+
+METADATA_BYTES = 16384
+PROJECT = r"^[A-Za-z0-9_-]{0,64}$"
+INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
+INTEGER_BITS = {"bigint": 63, "integer": 31, "smallint": 15}
+ID_CHARACTERS = 512
+
+Shape = TypeVar("Shape", bound=BaseModel)
+
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class EmbeddingItem(BaseModel):
+    """One text for one row of a registered target."""
+
+    model_config = _STRICT
+
+    target_table: Annotated[str, Field(min_length=1, max_length=128)]
+    target_id: Annotated[str, Field(min_length=1, max_length=ID_CHARACTERS)] | int
+    text: str
+    custom_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class BatchOptions(BaseModel):
+    """What holds for all items of a batch."""
+
+    model_config = _STRICT
+
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    embedding_version: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    project: Annotated[str, Field(pattern=PROJECT)] = ""
+    priority: Annotated[int, Field(ge=-10, le=10)] = 0
+    return_vectors: bool = False
+
+
+class EmbeddingBatch(BatchOptions):
+    """The body of POST /api/embeddings as JSON; each item is checked on its own."""
+
+    items: list[Any]
+
+
+class Requeue(BaseModel):
+    """The body of a requeue."""
+
+    model_config = _STRICT
+
+    reason: Annotated[str, Field(max_length=500)] | None = None
+
+
+def parse(shape: type[Shape], value: Any) -> Shape:  # noqa: ANN401
+    """Read a body or a set of arguments as a shape; raises InvalidRequest naming every fault."""
+    try:
+        return shape.model_validate(value)
+    except ValidationError as exc:
+        faults = faults_of(exc)
+        raise InvalidRequest(_summary(faults), faults=faults) from None
+
+
+def _summary(faults: Sequence[Fault]) -> str:
+    first = faults[0]
+    where = first.field or "body"
+    more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
+    return f"{where}: {first.message}{more}"
+
+
+_CODES = {
+    "missing": ("missing", "is required"),
+    "extra_forbidden": ("unknown_field", "is not a field of this call"),
+    "string_type": ("wrong_type", "must be a string"),
+    "int_type": ("wrong_type", "must be an integer"),
+    "bool_type": ("wrong_type", "must be true or false"),
+    "list_type": ("wrong_type", "must be an array"),
+    "dict_type": ("wrong_type", "must be an object"),
+    "model_type": ("wrong_type", "must be an object"),
+    "string_too_short": ("too_short", "must not be empty"),
+    "string_too_long": ("too_long", "is too long"),
+    "string_pattern_mismatch": ("wrong_form", "has characters that are not allowed"),
+    "greater_than_equal": ("out_of_range", "is too small"),
+    "less_than_equal": ("out_of_range", "is too large"),
+}
+
+
+def faults_of(
+    error: ValidationError, *, index: int | None = None, is_line: bool = False
+) -> list[Fault]:
+    """Name the faults that a check found; never with the value itself."""
+    found: dict[str, Fault] = {}
+    for each in error.errors(include_url=False, include_input=False, include_context=False):
+        # Of a union's branches only the first says something, and its name is no field.
+        place = [str(part) for part in each["loc"] if part not in ("int", "str")]
+        place = [part for part in place if not part.startswith("constrained-")]
+        field = ".".join(place) or None
+        code, message = _CODES.get(each["type"], ("invalid", each["msg"]))
+        found.setdefault(field or "", _fault(index, field, code, message, is_line=is_line))
+    return list(found.values())
+
+
+def _fault(
+    index: int | None, field: str | None, code: str, message: str, *, is_line: bool = False
+) -> Fault:
+    line = index + 1 if is_line and index is not None else None
+    return Fault(code=code, message=message, field=field, index=index, line=line)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What items are checked against: registered targets, the batch's options, the text limit."""
+
+    targets: Mapping[tuple[str, str | None], Target]
+    """By table and version; the current version also by table and None."""
+    options: BatchOptions
+    client: str
+    max_text_bytes: int
+    is_stream: bool = False
+
+
+def targets_by_name(registered: Sequence[Target]) -> dict[tuple[str, str | None], Target]:
+    """Arrange targets as Rules looks them up."""
+    found: dict[tuple[str, str | None], Target] = {}
+    for target in registered:
+        found[target.target_table, target.embedding_version] = target
+        if target.is_current:
+            found[target.target_table, None] = target
+    return found
+
+
+def check_item(rules: Rules, index: int, value: Any) -> NewItem | list[Fault]:  # noqa: ANN401
+    """Return an item that can be stored and sent, or everything that is wrong with it."""
+    try:
+        item = EmbeddingItem.model_validate(value)
+    except ValidationError as exc:
+        return faults_of(exc, index=index, is_line=rules.is_stream)
+    target_id = str(item.target_id)
+    target = _target(rules, item.target_table)
+    encoded = _encoded(item.text)
+    problems = [
+        *_text_problems(item.text, encoded, rules.max_text_bytes),
+        *_target_problems(rules, item.target_table, target),
+        *_id_problems(target_id, item.custom_id, target),
+        *_metadata_problems(item.metadata),
+    ]
+    if problems or target is None or encoded is None:
+        return [_fault(index, *problem, is_line=rules.is_stream) for problem in problems]
+    return NewItem(
+        position=index,
+        target_table=item.target_table,
+        target_id=target_id,
+        embedding_version=target.embedding_version,
+        model=target.model,
+        text=item.text,
+        content_hash=hashlib.sha256(encoded).digest(),
+        custom_id=item.custom_id,
+        metadata=item.metadata,
+    )
+
+
+_Problem = tuple[str, str, str]
+
+
+def _target(rules: Rules, table: str) -> Target | None:
+    target = rules.targets.get((table, rules.options.embedding_version))
+    if target is None or target.client not in (None, rules.client):
+        return None
+    return target
+
+
+def _target_problems(rules: Rules, table: str, target: Target | None) -> list[_Problem]:
+    if target is None and rules.options.embedding_version and (table, None) in rules.targets:
+        version = rules.options.embedding_version
+        return [("embedding_version", "version_unknown", f"this target does not serve {version!r}")]
+    if target is None:
+        return [("target_table", "target_unknown", "is not a registered target")]
+    if rules.options.model not in (None, target.model):
+        message = f"version {target.embedding_version} of this target is of model {target.model}"
+        return [("model", "model_mismatch", message)]
+    return []
+
+
+def _encoded(text: str) -> bytes | None:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return None
+
+
+def _text_problems(text: str, encoded: bytes | None, most: int) -> list[_Problem]:
+    if encoded is None:
+        message = "holds half of a surrogate pair, which is no character"
+        return [("text", "text_surrogate", message)]
+    if "\0" in text:
+        return [("text", "text_nul", "holds U+0000, which cannot be stored")]
+    if not text.strip():
+        return [("text", "text_empty", "is empty")]
+    if len(encoded) > most:
+        return [("text", "text_too_long", f"has {len(encoded)} bytes, the limit is {most}")]
+    return []
+
+
+def _id_problems(target_id: str, custom_id: str | None, target: Target | None) -> list[_Problem]:
+    found: list[_Problem] = []
+    if not _is_storable(target_id):
+        found.append(("target_id", "id_invalid", "holds characters that cannot be stored"))
+    elif target and not is_id(target_id, target.id_type):
+        message = f"is not an id of type {target.id_type} in its plain form"
+        found.append(("target_id", "id_invalid", message))
+    if custom_id and not _is_storable(custom_id):
+        found.append(("custom_id", "id_invalid", "holds characters that cannot be stored"))
+    return found
+
+
+def is_id(text: str, id_type: str) -> bool:
+    """Whether a text names a row of this kind of id, in the one form that comes back unchanged."""
+    match id_type:
+        case "text":
+            return 0 < len(text) <= ID_CHARACTERS
+        case "uuid":
+            try:
+                return str(uuid.UUID(text)) == text
+            except ValueError:
+                return False
+        case _:
+            most = 2 ** INTEGER_BITS[id_type]
+            return bool(INTEGER.fullmatch(text)) and -most <= int(text) < most
+
+
+def _metadata_problems(metadata: dict[str, Any] | None) -> list[_Problem]:
+    if metadata is None:
+        return []
+    problem = _unstorable(metadata)
+    if problem:
+        return [("metadata", "metadata_invalid", problem)]
+    try:
+        size = len(orjson.dumps(metadata))
+    except (TypeError, orjson.JSONEncodeError):
+        return [("metadata", "metadata_invalid", "holds a number beyond 64 bits")]
+    if size > METADATA_BYTES:
+        message = f"has {size} bytes, the limit is {METADATA_BYTES}"
+        return [("metadata", "metadata_too_large", message)]
+    return []
+
+
+def _unstorable(value: Any) -> str | None:  # noqa: ANN401
+    match value:
+        case str():
+            return None if _is_storable(value) else "holds characters that cannot be stored"
+        case float():
+            return None if math.isfinite(value) else "holds a number that is not finite"
+        case dict():
+            parts = [*value.keys(), *value.values()]
+        case list():
+            parts = value
+        case _:
+            return None
+    return next((found for part in parts if (found := _unstorable(part))), None)
+
+
+def _is_storable(text: str) -> bool:
+    return "\0" not in text and _encoded(text) is not None

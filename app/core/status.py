@@ -1,0 +1,407 @@
+"""What is said of jobs: the job itself, its items, its result; from Redis where that is fresh."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from threading import Event
+from typing import Any
+
+import orjson
+
+from app.core.context import Context
+from app.core.errors import (
+    BellsUnavailable,
+    InvalidRequest,
+    JobNotFinished,
+    JobNotFound,
+    ResultExpired,
+)
+from app.core.live import FRESH_SECONDS, Meta
+from app.core.model import Caller, Job, Target, queue_for
+from app.core.ports import PrimarySink
+from app.core.store import fleet, items, jobs, targets
+from app.core.store.database import Tx
+
+STREAM_BLOCK = 500
+LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A job as one reading of Postgres shows it."""
+
+    job: Job
+    body: bytes
+
+
+def find(ctx: Context, caller: Caller, job_id: str) -> bytes:
+    """Return the body of GET /api/job/<id>: from Redis where it is fresh, else from Postgres.
+
+    Raises JobNotFound, for another client's job too.
+    """
+    try:
+        body = ctx.live.find(job_id, client=None if caller.is_admin else caller.client)
+    except BellsUnavailable:
+        body = None
+    return body if body is not None else read(ctx, caller, job_id).body
+
+
+def read(ctx: Context, caller: Caller, job_id: str) -> View:
+    """Read a job from Postgres and write its metadata anew."""
+    with ctx.database.transaction() as tx:
+        job = jobs.find(tx, job_id, client=None if caller.is_admin else caller.client)
+        if job is None:
+            raise JobNotFound
+        view = _view(ctx, tx, job)
+    _keep(ctx, view)
+    return view
+
+
+def publish(ctx: Context, job_id: str) -> None:
+    """Write a job's metadata to Redis; without it the next poll reads Postgres."""
+    with ctx.database.transaction() as tx:
+        job = jobs.find(tx, job_id)
+        view = _view(ctx, tx, job) if job else None
+    if view:
+        _keep(ctx, view)
+
+
+def finish(ctx: Context, job_id: str, *, ttl_seconds: int) -> Job | None:
+    """Make a job final if nothing of it is open; return it where this call did so."""
+    with ctx.database.transaction() as tx:
+        job = jobs.finish(tx, job_id, ttl_seconds=ttl_seconds)
+        view = _view(ctx, tx, job) if job else None
+    if view:
+        _keep(ctx, view)
+    return job
+
+
+def wait(ctx: Context, caller: Caller, job_id: str, *, seconds: float, is_stopping: Event) -> View:
+    """Return the job when it is final, when its counts or state change, or when the time is up."""
+    first = read(ctx, caller, job_id)
+    for view in _looks(ctx, caller, first, seconds, is_stopping):
+        if _differs(first.job, view.job):
+            return view
+    return first
+
+
+def wait_until_final(
+    ctx: Context, caller: Caller, job_id: str, *, seconds: float, is_stopping: Event
+) -> bool:
+    """Wait until a job is final; False where the time is up first."""
+    first = read(ctx, caller, job_id)
+    views = _looks(ctx, caller, first, seconds, is_stopping)
+    return first.job.state.is_final or any(view.job.state.is_final for view in views)
+
+
+def _looks(
+    ctx: Context, caller: Caller, first: View, seconds: float, is_stopping: Event
+) -> Iterator[View]:
+    """Look at a job again and again: soon at first, then once a second.
+
+    An indexed read each: it works with Redis empty and needs no listener.
+    """
+    view, pause = first, LOOK_SECONDS / 20
+    ends = time.monotonic() + seconds
+    while not view.job.state.is_final and (left := ends - time.monotonic()) > 0:
+        if is_stopping.wait(min(pause, left)):
+            return
+        pause = min(LOOK_SECONDS, pause * 1.5)
+        view = read(ctx, caller, first.job.id)
+        yield view
+
+
+def _differs(one: Job, other: Job) -> bool:
+    return (one.state, one.counts, one.run) != (other.state, other.counts, other.run)
+
+
+def page(ctx: Context, wanted: jobs.JobFilter, *, limit: int) -> dict[str, Any]:
+    """Return a page of jobs, newest first, each as GET /api/job/<id> shows it."""
+    with ctx.database.transaction() as tx:
+        found = jobs.page(tx, wanted, limit=limit)
+        shown = [_described(ctx, tx, job) for job in found]
+    last = found[-1] if len(found) == limit else None
+    cursor = f"{last.created_at.isoformat()}~{last.id}" if last else None
+    return {"jobs": shown, "next": cursor}
+
+
+# ---- one job ------------------------------------------------------------------------------------
+
+
+def _view(ctx: Context, tx: Tx, job: Job) -> View:
+    return View(job, orjson.dumps(_described(ctx, tx, job)))
+
+
+def _keep(ctx: Context, view: View) -> None:
+    job = view.job
+    ttl = FRESH_SECONDS if not job.state.is_final else _seconds_left(job)
+    if ttl <= 0:
+        return
+    try:
+        ctx.live.keep(
+            Meta(
+                job_id=job.id,
+                client=job.client,
+                run=job.run,
+                is_final=job.state.is_final,
+                read_at=job.read_at,
+                body=view.body,
+                ttl_seconds=ttl,
+            )
+        )
+    except BellsUnavailable:
+        return
+
+
+def _seconds_left(job: Job) -> float:
+    return job.expires_at.timestamp() - job.read_at if job.expires_at else 0.0
+
+
+def _described(ctx: Context, tx: Tx, job: Job) -> dict[str, Any]:
+    counts = job.counts
+    finished = counts.total - counts.open
+    is_final = job.state.is_final
+    speed = 0.0 if is_final else fleet.rate(tx, job.id)
+    link = f"/api/job/{job.id}"
+    return {
+        "job_id": job.id,
+        "kind": job.kind,
+        "state": job.state,
+        "created_at": job.created_at,
+        "started_at": job.started_at,
+        "finished_at": job.finished_at,
+        "expires_at": job.expires_at,
+        "counts": {"total": counts.total, **asdict(counts)},
+        "progress": {
+            "percent": round(100 * finished / counts.total, 1) if counts.total else 100.0,
+            "stage": "embedding",
+            "rate_per_second": round(speed, 1),
+            "eta_seconds": None if is_final else _eta(ctx, tx, job),
+        },
+        "waiting": None if is_final else _waiting(ctx, tx, job),
+        "errors": job.errors if is_final else _errors(tx, job),
+        "links": {
+            "result": f"{link}/result",
+            "items": f"{link}/items",
+            "requeue": f"{link}/requeue",
+            "cancel": f"{link}/cancel",
+        },
+    }
+
+
+def _errors(tx: Tx, job: Job) -> list[dict[str, Any]]:
+    return jobs.errors(tx, job.id) if job.counts.failed else []
+
+
+def _eta(ctx: Context, tx: Tx, job: Job) -> dict[str, int] | None:
+    return estimate(ctx, tx, job.counts.open, project=job.project, job_id=job.id)
+
+
+def estimate(
+    ctx: Context, tx: Tx, open_items: int, *, project: str, job_id: str
+) -> dict[str, int] | None:
+    """Estimate in how many seconds so many items are done, what is ahead of them included.
+
+    From the cost of recent slices and the workers alive; None without history.
+    """
+    cost = fleet.cost(tx)
+    if cost is None:
+        return None
+    workers = fleet.alive(tx).workers
+    served = max(1, workers.get(queue_for(project, frozenset(workers)), 0))
+    ahead = jobs.ahead(tx, job_id)
+    # Jobs take turns, so what is ahead costs at most as many items as this job has itself.
+    load = open_items + min(ahead.items, open_items * ahead.jobs)
+    return {"p50": round(load * cost.p50 / served), "p90": round(load * cost.p90 / served)}
+
+
+def _waiting(ctx: Context, tx: Tx, job: Job) -> dict[str, Any] | None:
+    if job.counts.processing or not job.counts.pending:
+        return None
+    alive = fleet.alive(tx)
+    queue = queue_for(job.project, frozenset(alive.workers))
+    if not alive.workers.get(queue):
+        return _because(
+            "no_worker",
+            f"no worker serves the queue {queue}; start one: python -m worker run {queue}",
+        )
+    is_due, next_at = items.next_due(tx, job.id)
+    paused = [
+        each for each in fleet.backends(tx, ctx.settings.embedder).values() if each.paused_since
+    ]
+    models = items.models(tx, job.id) if paused else set()
+    for each in paused:
+        if each.model in models:
+            detail = f"{ctx.settings.embedder} {each.model}: {each.error_class}: {each.message}"
+            return _because("backend_paused", detail, each.paused_until)
+    if not is_due and next_at:
+        return _because("retry_scheduled", "the next attempt comes at the time given", next_at)
+    ahead = jobs.ahead(tx, job.id)
+    return _because("queued_behind", f"{ahead.jobs} other jobs with {ahead.items} open items")
+
+
+def _because(reason: str, detail: str, until: datetime | None = None) -> dict[str, Any]:
+    return {"reason": reason, "detail": detail, "until": until}
+
+
+# ---- items and result ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ItemsWanted:
+    """Which items of a job to show."""
+
+    after: int
+    limit: int
+    status: str | None = None
+
+
+def list_items(ctx: Context, caller: Caller, job_id: str, wanted: ItemsWanted) -> dict[str, Any]:
+    """Return a page of a job's items with every failed attempt."""
+    with ctx.database.transaction() as tx:
+        _own(tx, caller, job_id)
+        rows = items.page(tx, job_id, after=wanted.after, limit=wanted.limit, status=wanted.status)
+        history = items.attempts(tx, [row["item_id"] for row in rows])
+    shown = [_item(row, history.get(row["item_id"], [])) for row in rows]
+    is_full = len(rows) == wanted.limit
+    return {"items": shown, "next": str(rows[-1]["position"]) if is_full else None}
+
+
+def _own(tx: Tx, caller: Caller, job_id: str) -> Job:
+    job = jobs.find(tx, job_id, client=None if caller.is_admin else caller.client)
+    if job is None:
+        raise JobNotFound
+    return job
+
+
+def _item(row: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("target_table", "target_id", "custom_id", "embedding_version", "model", "status")
+    return {
+        "index": row["position"],
+        **{name: row[name] for name in names},
+        "skip_reason": row["skip_reason"],
+        "attempts": row["attempts"],
+        "error_class": row["error_class"],
+        "errors": history,
+    }
+
+
+def result(
+    ctx: Context, caller: Caller, sink: PrimarySink, job_id: str, *, offset: int, limit: int
+) -> dict[str, Any]:
+    """Return a page of a finished job's outcomes in input order, with vectors where asked for.
+
+    Raises JobNotFound, JobNotFinished, ResultExpired.
+    """
+    with ctx.database.transaction() as tx:
+        job = readable(tx, caller, job_id)
+        after = items.position_before(tx, job_id, offset) if offset else -1
+        lines = _lines(tx, sink, job, after=after, limit=limit)
+    return {
+        "job_id": job.id,
+        "state": job.state,
+        "total": job.counts.total,
+        "offset": offset,
+        "limit": limit,
+        "items": [line for _, line in lines],
+    }
+
+
+def readable(tx: Tx, caller: Caller, job_id: str) -> Job:
+    """Return a job whose result can be read now."""
+    job = _own(tx, caller, job_id)
+    if not job.state.is_final:
+        raise JobNotFinished
+    if job.is_expired:
+        raise ResultExpired
+    return job
+
+
+def stream(
+    ctx: Context, caller: Caller, sink: PrimarySink, job_id: str
+) -> Iterator[dict[str, Any]]:
+    """Yield every outcome of a finished job; the checks are done before the first line is asked for."""
+    with ctx.database.transaction() as tx:
+        job = readable(tx, caller, job_id)
+    return _stream(ctx, sink, job)
+
+
+def _stream(ctx: Context, sink: PrimarySink, job: Job) -> Iterator[dict[str, Any]]:
+    after = -1
+    while True:
+        # A transaction a block: a slow reader holds nothing open.
+        with ctx.database.transaction() as tx:
+            lines = _lines(tx, sink, job, after=after, limit=STREAM_BLOCK)
+        for after, line in lines:  # noqa: B007 - the last position is where the next block begins
+            yield line
+        if len(lines) < STREAM_BLOCK:
+            return
+
+
+def _lines(
+    tx: Tx, sink: PrimarySink, job: Job, *, after: int, limit: int
+) -> list[tuple[int, dict[str, Any]]]:
+    rows = items.page(tx, job.id, after=after, limit=limit)
+    vectors = _vectors(tx, sink, rows) if job.return_vectors else {}
+    return [(row["position"], _line(row, vectors)) for row in rows]
+
+
+def _line(row: dict[str, Any], vectors: dict[tuple[str, str, str], list[float]]) -> dict[str, Any]:
+    outcome, error_class = _outcome(row)
+    line = {
+        "index": row["position"],
+        "target_table": row["target_table"],
+        "target_id": row["target_id"],
+        "custom_id": row["custom_id"],
+        "outcome": outcome,
+    }
+    if row["metadata"] is not None:
+        line["metadata"] = row["metadata"]
+    if outcome == "failed":
+        line["error_class"] = error_class
+    if outcome == "done" and _key(row) in vectors:
+        line["vector"] = vectors[_key(row)]
+    return line
+
+
+def _outcome(row: dict[str, Any]) -> tuple[str, str | None]:
+    if not row["is_current"]:
+        return "superseded", None
+    if row["outcome"]:
+        return row["outcome"], row["frozen_class"]
+    return row["status"], row["error_class"]
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["target_table"], row["embedding_version"], row["target_id"]
+
+
+def _vectors(
+    tx: Tx, sink: PrimarySink, rows: list[dict[str, Any]]
+) -> dict[tuple[str, str, str], list[float]]:
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for target in targets.registered(tx):
+        ids = [row["target_id"] for row in rows if _belongs(row, target)]
+        if ids:
+            for target_id, vector in sink.read(tx, target, ids).items():
+                found[target.target_table, target.embedding_version, target_id] = vector
+    return found
+
+
+def _belongs(row: dict[str, Any], target: Target) -> bool:
+    return (row["target_table"], row["embedding_version"]) == (
+        target.target_table,
+        target.embedding_version,
+    )
+
+
+def cursor_of_jobs(text: str | None) -> tuple[datetime | None, str | None]:
+    """Read the cursor of a list of jobs; raises InvalidRequest."""
+    if text is None:
+        return None, None
+    at, _, job_id = text.partition("~")
+    try:
+        return datetime.fromisoformat(at.replace(" ", "+")), job_id
+    except ValueError:
+        raise InvalidRequest("cursor: not one that a list gave") from None

@@ -1,0 +1,1 @@
+"""Postgres: one module a table family; functions that take an open transaction."""

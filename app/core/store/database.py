@@ -1,0 +1,119 @@
+"""How Postgres is reached: the pool, transactions, time limits, and its errors made ours."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from psycopg import errors as pg
+from psycopg.rows import DictRow, dict_row
+from psycopg_pool import ConnectionPool, PoolClosed, PoolTimeout
+
+from app.core.errors import StoreUnavailable
+
+Tx = psycopg.Connection[DictRow]
+"""A connection with a transaction open on it. Functions of the store take it first."""
+
+STATEMENT_SECONDS = 30
+LOCK_SECONDS = 10
+IDLE_SECONDS = 60
+CONNECT_SECONDS = 5
+POOL_SECONDS = 3
+
+# What says "not now" rather than "never": the caller may send the same again later.
+PASSING = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    pg.QueryCanceled,
+    pg.LockNotAvailable,
+    pg.DeadlockDetected,
+    pg.SerializationFailure,
+    pg.InsufficientResources,
+    pg.ReadOnlySqlTransaction,
+    PoolTimeout,
+    PoolClosed,
+)
+
+
+def _options(application: str) -> dict[str, Any]:
+    limits = {
+        "statement_timeout": STATEMENT_SECONDS * 1000,
+        "lock_timeout": LOCK_SECONDS * 1000,
+        "idle_in_transaction_session_timeout": IDLE_SECONDS * 1000,
+        "jit": "off",  # compiling costs more than any statement of ours takes
+        "timezone": "UTC",
+    }
+    return {
+        "options": " ".join(f"-c {name}={value}" for name, value in limits.items()),
+        "application_name": application,
+        "connect_timeout": CONNECT_SECONDS,
+        # A library that talks to Kerberos does not survive a fork.
+        "gssencmode": "disable",
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+    }
+
+
+class Database:
+    """A pool of connections, opened at the first use and never before a fork."""
+
+    def __init__(self, url: str, *, application: str, most_connections: int = 4) -> None:
+        self._url = url
+        self._application = application
+        self._pool = ConnectionPool(
+            url,
+            connection_class=psycopg.Connection[DictRow],
+            kwargs={"row_factory": dict_row, "autocommit": True, **_options(application)},
+            min_size=0,
+            max_size=most_connections,
+            timeout=POOL_SECONDS,
+            reconnect_timeout=0,
+            num_workers=1,
+            check=ConnectionPool.check_connection,
+            open=False,
+        )
+
+    @contextmanager
+    def transaction(self) -> Generator[Tx]:
+        """Open one transaction: commit at the end, roll back on an error.
+
+        Raises StoreUnavailable where Postgres cannot answer now.
+        """
+        with self.session() as connection, connection.transaction():
+            yield connection
+
+    @contextmanager
+    def session(self) -> Generator[Tx]:
+        """Lend a connection in autocommit mode, for the few things that span transactions."""
+        with translated():
+            if self._pool.closed:
+                self._pool.open()
+            with self._pool.connection() as connection:
+                yield connection
+
+    def dedicated(self) -> Tx:
+        """Open a connection of its own, outside the pool, in autocommit mode; the caller closes it."""
+        with translated():
+            return psycopg.Connection[DictRow].connect(
+                self._url, row_factory=dict_row, autocommit=True, **_options(self._application)
+            )
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._pool.close()
+
+
+@contextmanager
+def translated() -> Generator[None]:
+    """Turn what says "not now" into StoreUnavailable; everything else is a fault of ours."""
+    try:
+        yield
+    except PASSING as exc:
+        raise StoreUnavailable(f"Postgres cannot answer now ({_name(exc)})") from exc
+
+
+def _name(exc: Exception) -> str:
+    # The text of a connection error may hold the host and the user, so only its kind goes on.
+    state = getattr(exc, "sqlstate", None)
+    return f"{type(exc).__name__} {state}" if state else type(exc).__name__

@@ -1,0 +1,334 @@
+"""The fleet: processes that live, backends that are paused, and how fast slices go."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from psycopg.rows import class_row
+from psycopg.types.json import Jsonb
+
+from app.core.store.database import Tx
+
+BEAT = """
+INSERT INTO holdfast.processes AS p (name, kind, queue, host, pid, alive_until, counters)
+VALUES (%(name)s, %(kind)s, %(queue)s, %(host)s, %(pid)s,
+        now() + make_interval(secs => %(seconds)s), %(counters)s)
+    ON CONFLICT (name) DO UPDATE
+   SET heartbeat_at = now(), alive_until = excluded.alive_until, counters = excluded.counters
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A worker or a sweeper, as it names itself."""
+
+    name: str
+    kind: str
+    queue: str
+    host: str
+    pid: int
+
+
+def beat(tx: Tx, process: Process, *, seconds: float, counters: dict[str, int]) -> None:
+    """Say that a process lives, and that it is to be thought dead after `seconds`."""
+    values = {**asdict(process), "seconds": seconds, "counters": Jsonb(counters)}
+    tx.execute(BEAT, values)
+
+
+LEAVE = "UPDATE holdfast.processes SET alive_until = now() WHERE name = %(name)s"
+
+
+def leave(tx: Tx, name: str) -> None:
+    """Say that a process has ended in order."""
+    tx.execute(LEAVE, {"name": name})
+
+
+ALIVE = """
+SELECT kind, queue, count(*) AS processes
+  FROM holdfast.processes
+ WHERE alive_until > now()
+ GROUP BY kind, queue
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """How many workers serve each queue, and how many sweepers there are."""
+
+    workers: dict[str, int]
+    sweepers: int
+
+
+def alive(tx: Tx) -> Alive:
+    """Return who lives, by the heartbeats in Postgres."""
+    rows = tx.execute(ALIVE).fetchall()
+    workers = {row["queue"]: int(row["processes"]) for row in rows if row["kind"] == "worker"}
+    sweepers = sum(int(row["processes"]) for row in rows if row["kind"] == "sweeper")
+    return Alive(workers, sweepers)
+
+
+PRUNE_PROCESSES = "DELETE FROM holdfast.processes WHERE alive_until < now() - interval '1 day'"
+PRUNE_SLICES = """
+DELETE FROM holdfast.slices
+ WHERE ctid IN (SELECT ctid FROM holdfast.slices
+                 WHERE at < now() - interval '1 hour' LIMIT %(limit)s)
+"""
+
+
+def prune(tx: Tx, *, limit: int) -> int:
+    """Forget processes that are long dead, and a block of slices older than an hour."""
+    return (
+        tx.execute(PRUNE_PROCESSES).rowcount + tx.execute(PRUNE_SLICES, {"limit": limit}).rowcount
+    )
+
+
+# ---- backends --------------------------------------------------------------------------------
+
+BACKENDS = """
+SELECT model, paused_since, greatest(paused_until, probe_until) AS paused_until,
+       coalesce(greatest(paused_until, probe_until) > now(), false) AS is_paused,
+       tries, error_class, message, max_items,
+       coalesce(last_ok_at > now() - interval '5 minutes' AND paused_since IS NULL, false) AS is_warm
+  FROM holdfast.backends
+ WHERE name = %(name)s
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """An embedder and a model: paused or not, loaded or not, and the most items it takes."""
+
+    model: str
+    paused_since: datetime | None
+    paused_until: datetime | None
+    is_paused: bool
+    tries: int
+    error_class: str | None
+    message: str | None
+    max_items: int | None
+    is_warm: bool
+
+
+def backends(tx: Tx, name: str) -> dict[str, Backend]:
+    """Return what is known of a backend, by model."""
+    with tx.cursor(row_factory=class_row(Backend)) as cursor:
+        return {each.model: each for each in cursor.execute(BACKENDS, {"name": name})}
+
+
+PAUSE = """
+INSERT INTO holdfast.backends AS b
+       (name, model, paused_since, paused_until, tries, error_class, message)
+VALUES (%(name)s, %(model)s, now(), now() + make_interval(secs => %(seconds)s), 1,
+        %(error_class)s, %(message)s)
+    ON CONFLICT (name, model) DO UPDATE
+   SET paused_since = coalesce(b.paused_since, now()),
+       paused_until = greatest(b.paused_until, excluded.paused_until), probe_until = NULL,
+       tries = b.tries + 1, error_class = excluded.error_class, message = excluded.message
+RETURNING tries = 1 AS is_new
+"""
+
+
+def pause(tx: Tx, name: str, model: str, *, seconds: float, error_class: str, message: str) -> bool:
+    """Leave a backend alone for a time; return whether it was not paused before."""
+    values = {
+        "name": name,
+        "model": model,
+        "seconds": seconds,
+        "error_class": error_class,
+        "message": message,
+    }
+    row = tx.execute(PAUSE, values).fetchone()
+    return bool(row and row["is_new"])
+
+
+# Half open: of all who find the pause over, one may try, the others see a pause of a few seconds.
+TAKE_PROBE = """
+UPDATE holdfast.backends
+   SET probe_until = now() + make_interval(secs => %(seconds)s)
+ WHERE name = %(name)s AND model = %(model)s
+   AND paused_until <= now() AND (probe_until IS NULL OR probe_until <= now())
+"""
+
+
+def take_probe(tx: Tx, name: str, model: str, *, seconds: float) -> bool:
+    """Take the right to try a backend whose pause is over; False where somebody else has it."""
+    values = {"name": name, "model": model, "seconds": seconds}
+    return tx.execute(TAKE_PROBE, values).rowcount == 1
+
+
+RESUME = """
+INSERT INTO holdfast.backends AS b (name, model, last_ok_at) VALUES (%(name)s, %(model)s, now())
+    ON CONFLICT (name, model) DO UPDATE
+   SET last_ok_at = now(), paused_since = NULL, paused_until = NULL, probe_until = NULL, tries = 0,
+       error_class = NULL, message = NULL
+"""
+
+
+def note_ok(tx: Tx, name: str, model: str) -> None:
+    """Record that a backend answered rightly: it is not paused, and its model is loaded."""
+    tx.execute(RESUME, {"name": name, "model": model})
+
+
+REMEMBER_LIMIT = """
+INSERT INTO holdfast.backends AS b (name, model, max_items)
+VALUES (%(name)s, %(model)s, %(max_items)s)
+    ON CONFLICT (name, model) DO UPDATE
+   SET max_items = least(b.max_items, excluded.max_items)
+"""
+
+
+def remember_limit(tx: Tx, name: str, model: str, max_items: int) -> None:
+    """Remember the most items that a backend takes in one call."""
+    tx.execute(REMEMBER_LIMIT, {"name": name, "model": model, "max_items": max_items})
+
+
+# ---- rates -----------------------------------------------------------------------------------
+
+NOTE_SLICE = """
+INSERT INTO holdfast.slices (job_id, backend, items, seconds)
+VALUES (%(job_id)s, %(backend)s, %(items)s, %(seconds)s)
+"""
+
+
+def note_slice(tx: Tx, *, job_id: str, backend: str, items: int, seconds: float) -> None:
+    """Record how long a slice took, from its claim to its settle."""
+    values = {"job_id": job_id, "backend": backend, "items": items, "seconds": seconds}
+    tx.execute(NOTE_SLICE, values)
+
+
+# Seconds an item costs one worker, over the last slices: median and ninth decile.
+HISTORY = """
+SELECT percentile_cont(0.5) WITHIN GROUP (ORDER BY cost) AS p50,
+       percentile_cont(0.9) WITHIN GROUP (ORDER BY cost) AS p90
+  FROM (SELECT seconds / items AS cost FROM holdfast.slices
+         WHERE items > 0 ORDER BY at DESC LIMIT 200) AS recent
+"""
+RATE = """
+SELECT coalesce(sum(items), 0)::float8
+       / greatest(1.0, extract(epoch FROM now() - min(at - make_interval(secs => seconds)))::float8)
+       AS per_second
+  FROM holdfast.slices
+ WHERE job_id = %(job_id)s AND at > now() - interval '30 seconds'
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds that an item costs one worker."""
+
+    p50: float
+    p90: float
+
+
+def cost(tx: Tx) -> Cost | None:
+    """Return what recent items cost; None without history."""
+    row = tx.execute(HISTORY).fetchone()
+    return Cost(row["p50"], row["p90"]) if row and row["p50"] is not None else None
+
+
+def rate(tx: Tx, job_id: str) -> float:
+    """Return how many items of a job were finished per second lately."""
+    row = tx.execute(RATE, {"job_id": job_id}).fetchone()
+    return float(row["per_second"]) if row else 0.0
+
+
+# When something happens by itself next: a retry comes due, a pause ends, a lease runs out.
+NEXT_EVENT = """
+SELECT extract(epoch FROM min(at) - now())::float8 AS seconds
+  FROM (SELECT min(greatest(paused_until, probe_until)) AS at FROM holdfast.backends
+         WHERE greatest(paused_until, probe_until) > now()
+        UNION ALL
+        SELECT min(lease_until) FROM public.embedding_retry_queue WHERE status = 'processing'
+        UNION ALL
+        SELECT min(n.next_attempt_at)
+          FROM holdfast.jobs j
+         CROSS JOIN LATERAL (
+               SELECT q.next_attempt_at FROM public.embedding_retry_queue q
+                WHERE q.job_id = j.id AND q.status = 'pending' AND q.kills = 0
+                  AND q.next_attempt_at > now()
+                ORDER BY q.next_attempt_at LIMIT 1) AS n
+         WHERE j.finished_at IS NULL) AS events
+"""
+
+
+def next_event_seconds(tx: Tx) -> float | None:
+    """Return in how many seconds a sweep has something to do again."""
+    row = tx.execute(NEXT_EVENT).fetchone()
+    return None if row is None else row["seconds"]
+
+
+SWEEP_LOCK = 0x73776570  # "swep"
+TRY_LEAD = "SELECT pg_try_advisory_lock(%(key)s) AS won"
+LISTEN = "LISTEN holdfast"
+
+
+def try_lead(connection: Tx) -> bool:
+    """Become the one sweeper, as long as this connection lives; False where another is."""
+    row = connection.execute(TRY_LEAD, {"key": SWEEP_LOCK}).fetchone()
+    return bool(row and row["won"])
+
+
+def listen(connection: Tx) -> None:
+    """Hear the door inside the database."""
+    connection.execute(LISTEN)
+
+
+def wait_for_notice(connection: Tx, seconds: float) -> bool:
+    """Wait until the door inside the database was used; False where the time passed first."""
+    return any(True for _ in connection.notifies(timeout=seconds, stop_after=1))
+
+
+FACTS = """
+SELECT current_setting('server_version') AS version, pg_is_in_recovery() AS is_replica
+"""
+
+
+def facts(tx: Tx) -> dict[str, Any]:
+    """Return what a health check says of the server."""
+    return tx.execute(FACTS).fetchone() or {}
+
+
+MODELS = "SELECT DISTINCT model FROM holdfast.embedding_targets ORDER BY model"
+
+
+def models(tx: Tx) -> Sequence[str]:
+    """Return the models that the registered targets need."""
+    return [str(row["model"]) for row in tx.execute(MODELS)]
+
+
+# Cheap enough for each scrape: open items from the counts that the triggers keep, failed ones and
+# the oldest due one from their partial indexes.
+GAUGES = """
+SELECT (SELECT count(*) FROM holdfast.jobs WHERE finished_at IS NULL) AS open_jobs,
+       (SELECT coalesce(sum(c.pending), 0) FROM holdfast.job_counts c
+          JOIN holdfast.jobs j ON j.id = c.job_id AND j.finished_at IS NULL)::float8 AS pending,
+       (SELECT count(*) FROM public.embedding_retry_queue WHERE status = 'processing')::float8
+           AS processing,
+       (SELECT count(*) FROM public.embedding_retry_queue WHERE status = 'failed')::float8
+           AS failed,
+       (SELECT coalesce(extract(epoch FROM now() - min(n.next_attempt_at)), 0)
+          FROM holdfast.jobs j
+         CROSS JOIN LATERAL (
+               SELECT q.next_attempt_at FROM public.embedding_retry_queue q
+                WHERE q.job_id = j.id AND q.status = 'pending' AND q.kills = 0
+                  AND q.next_attempt_at <= now()
+                ORDER BY q.next_attempt_at LIMIT 1) AS n
+         WHERE j.finished_at IS NULL)::float8 AS oldest_due_seconds
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """How much work there is, and how long the oldest of it has waited."""
+
+    items: dict[str, float]
+    open_jobs: int
+    oldest_due_seconds: float
+
+
+def gauges(tx: Tx) -> Gauges:
+    """Return the state of the queue as numbers."""
+    row = tx.execute(GAUGES).fetchone() or {}
+    counted = {name: row[name] for name in ("pending", "processing", "failed")}
+    return Gauges(counted, row["open_jobs"], row["oldest_due_seconds"])

@@ -1,0 +1,671 @@
+"""The queue: `embedding_retry_queue`, the items of each job, and their failed attempts.
+
+Locks are taken in one order everywhere: a job's row before its items, items by key.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from psycopg.rows import args_row
+from psycopg.types.json import Jsonb
+
+from app.core.errors import ErrorClass
+from app.core.model import (
+    Claim,
+    Done,
+    Failed,
+    ItemStatus,
+    NewItem,
+    Release,
+    Retry,
+    Settlement,
+    Skipped,
+)
+from app.core.store.database import Tx
+
+
+# PRESERVE ROWS, emptied before each use: a stream fills it over many short transactions.
+CREATE_INCOMING = """
+CREATE TEMPORARY TABLE IF NOT EXISTS incoming (
+    position integer, target_table text, target_id text, embedding_version text, model text,
+    text_content text, content_hash bytea, custom_id text, metadata jsonb
+)
+"""
+EMPTY_INCOMING = "TRUNCATE pg_temp.incoming"
+COPY_INCOMING = """
+COPY pg_temp.incoming (position, target_table, target_id, embedding_version, model, text_content,
+                       content_hash, custom_id, metadata) FROM STDIN
+"""
+
+
+def begin_batch(tx: Tx) -> None:
+    """Make ready the temporary table that a batch is collected in."""
+    tx.execute(CREATE_INCOMING)
+    tx.execute(EMPTY_INCOMING)
+
+
+def copy_in(tx: Tx, items: Iterable[NewItem]) -> None:
+    """Add items to the batch."""
+    with tx.cursor() as cursor, cursor.copy(COPY_INCOMING) as copy:
+        for item in items:
+            copy.write_row(
+                (
+                    item.position,
+                    item.target_table,
+                    item.target_id,
+                    item.embedding_version,
+                    item.model,
+                    item.text,
+                    item.content_hash,
+                    item.custom_id,
+                    None if item.metadata is None else Jsonb(item.metadata),
+                )
+            )
+
+
+REPEATED_CUSTOM_IDS = """
+SELECT position
+  FROM (SELECT position, row_number() OVER (PARTITION BY custom_id ORDER BY position) AS nth
+          FROM pg_temp.incoming WHERE custom_id IS NOT NULL) AS numbered
+ WHERE nth > 1
+ ORDER BY position
+ LIMIT %(limit)s
+"""
+
+
+def repeated_custom_ids(tx: Tx, *, limit: int) -> list[int]:
+    """Return the positions whose custom_id stands earlier in the same batch."""
+    return [int(row["position"]) for row in tx.execute(REPEATED_CUSTOM_IDS, {"limit": limit})]
+
+
+DROP_INCOMING = "DELETE FROM pg_temp.incoming WHERE position = ANY(%(positions)s::integer[])"
+
+
+def drop_incoming(tx: Tx, positions: Sequence[int]) -> None:
+    """Take items out of the batch again."""
+    tx.execute(DROP_INCOMING, {"positions": list(positions)})
+
+
+# Of two texts for one key the last one counts. Sorted by key, as every statement that locks
+# several items is. A row that is here with the same text is only locked: that holds its status
+# still until this transaction has linked and counted it.
+ENQUEUE = """
+INSERT INTO public.embedding_retry_queue AS q
+       (target_table, target_id, embedding_version, model, text_content, content_hash,
+        project, priority, job_id)
+SELECT target_table, target_id, embedding_version, model, text_content, content_hash,
+       %(project)s, %(priority)s, %(job_id)s
+  FROM (SELECT DISTINCT ON (target_table, target_id, embedding_version) *
+          FROM pg_temp.incoming
+         ORDER BY target_table, target_id, embedding_version, position DESC) AS last
+ ORDER BY target_table, target_id, embedding_version
+    ON CONFLICT ON CONSTRAINT embedding_retry_queue_key DO UPDATE
+   SET text_content = excluded.text_content, content_hash = excluded.content_hash,
+       model = excluded.model, project = excluded.project, priority = excluded.priority,
+       job_id = excluded.job_id, status = 'pending', max_attempts = NULL, kills = 0,
+       next_attempt_at = now(), lease_token = NULL, lease_until = NULL, leased_by = NULL,
+       error_class = NULL, skip_reason = NULL, processed_at = NULL, updated_at = now()
+ WHERE q.content_hash <> excluded.content_hash OR q.status = 'cancelled'
+    OR q.skip_reason IS NOT NULL
+"""
+
+LINK = """
+INSERT INTO holdfast.job_items (job_id, position, item_id, content_hash, custom_id, metadata)
+SELECT %(job_id)s, i.position, q.id, i.content_hash, i.custom_id, i.metadata
+  FROM pg_temp.incoming i
+  JOIN public.embedding_retry_queue q USING (target_table, target_id, embedding_version)
+"""
+
+
+def enqueue(tx: Tx, *, job_id: str, project: str, priority: int) -> int:
+    """Merge the batch into the queue and link it to its job; return how many were not duplicates.
+
+    An item that waits already, or is done or failed with the same text, is a duplicate. A changed
+    text, a cancelled or a skipped item is queued again with a fresh allowance of attempts; a claim
+    on an old text loses its lease by it.
+    """
+    values = {"job_id": job_id, "project": project, "priority": priority}
+    accepted = tx.execute(ENQUEUE, values).rowcount
+    tx.execute(LINK, values)
+    return accepted
+
+
+# The attempt is spent here and not when it fails, so that a text that kills its worker cannot
+# loop. NULL max_attempts: a fresh allowance begins with this claim.
+CLAIM = """
+WITH due AS (
+    SELECT id
+      FROM public.embedding_retry_queue
+     WHERE job_id = %(job_id)s AND status = 'pending' AND kills = 0 AND next_attempt_at <= now()
+       AND model <> ALL(%(paused)s::text[])
+     ORDER BY next_attempt_at, id
+     LIMIT %(limit)s
+       FOR UPDATE SKIP LOCKED
+), lease AS (
+    SELECT nextval('holdfast.lease_tokens') AS token
+)
+UPDATE public.embedding_retry_queue AS q
+   SET status = 'processing', attempts = q.attempts + 1, deliveries = q.deliveries + 1,
+       max_attempts = coalesce(q.max_attempts, q.attempts + %(allowance)s),
+       lease_token = lease.token, leased_by = %(leased_by)s,
+       lease_until = now() + make_interval(secs => %(lease_seconds)s), updated_at = now()
+  FROM due, lease
+ WHERE q.id = due.id
+RETURNING q.id, q.lease_token, q.target_table, q.target_id, q.embedding_version, q.text_content,
+          q.attempts, q.max_attempts, q.kills
+"""
+
+# The same for one item whose last lease ended by a crash: it takes no neighbour with it.
+CLAIM_ALONE = """
+WITH due AS (
+    SELECT id
+      FROM public.embedding_retry_queue
+     WHERE job_id = %(job_id)s AND status = 'pending' AND kills > 0 AND next_attempt_at <= now()
+       AND model <> ALL(%(paused)s::text[])
+     ORDER BY next_attempt_at, id
+     LIMIT 1
+       FOR UPDATE SKIP LOCKED
+), lease AS (
+    SELECT nextval('holdfast.lease_tokens') AS token
+)
+UPDATE public.embedding_retry_queue AS q
+   SET status = 'processing', attempts = q.attempts + 1, deliveries = q.deliveries + 1,
+       max_attempts = coalesce(q.max_attempts, q.attempts + %(allowance)s),
+       lease_token = lease.token, leased_by = %(leased_by)s,
+       lease_until = now() + make_interval(secs => %(lease_seconds)s), updated_at = now()
+  FROM due, lease
+ WHERE q.id = due.id
+RETURNING q.id, q.lease_token, q.target_table, q.target_id, q.embedding_version, q.text_content,
+          q.attempts, q.max_attempts, q.kills
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimTerms:
+    """For whom, how long, and under which policy items are claimed."""
+
+    job_id: str
+    leased_by: str
+    lease_seconds: float
+    allowance: int
+
+
+def claim(tx: Tx, terms: ClaimTerms, *, limit: int, paused_models: Sequence[str]) -> list[Claim]:
+    """Take a lease on due items of a job: up to `limit`, or one that must be alone.
+
+    Items of paused models are left.
+    """
+    values = {**asdict(terms), "limit": limit, "paused": list(paused_models)}
+    with tx.cursor(row_factory=args_row(Claim)) as cursor:
+        return (
+            cursor.execute(CLAIM, values).fetchall()
+            or cursor.execute(CLAIM_ALONE, values).fetchall()
+        )
+
+
+EXTEND = """
+WITH held AS (
+    SELECT id
+      FROM public.embedding_retry_queue
+     WHERE id = ANY(%(ids)s::bigint[]) AND lease_token = %(token)s AND status = 'processing'
+     ORDER BY target_table, target_id, embedding_version
+       FOR UPDATE
+)
+UPDATE public.embedding_retry_queue AS q
+   SET lease_until = now() + make_interval(secs => %(lease_seconds)s)
+  FROM held
+ WHERE q.id = held.id
+RETURNING q.id
+"""
+
+
+def extend(tx: Tx, ids: Sequence[int], token: int, *, lease_seconds: float) -> int:
+    """Prolong the leases that are still held; return how many were."""
+    values = {"ids": list(ids), "token": token, "lease_seconds": lease_seconds}
+    return tx.execute(EXTEND, values).rowcount
+
+
+HOLD = """
+SELECT id
+  FROM public.embedding_retry_queue
+ WHERE id = ANY(%(ids)s::bigint[]) AND lease_token = %(token)s AND status = 'processing'
+ ORDER BY target_table, target_id, embedding_version
+   FOR UPDATE
+"""
+
+
+def hold(tx: Tx, claims: Sequence[Claim]) -> set[int]:
+    """Lock the claimed items whose lease still stands, and return their ids.
+
+    Until this transaction ends nobody can take them, so what is written for them now is fenced.
+    """
+    if not claims:
+        return set()
+    values = {"ids": [claim.item_id for claim in claims], "token": claims[0].lease_token}
+    return {int(row["id"]) for row in tx.execute(HOLD, values)}
+
+
+# The token is the fence. What would go back to 'pending' for a job that was cancelled meanwhile
+# is cancelled instead.
+SETTLE = """
+UPDATE public.embedding_retry_queue AS q
+   SET status = CASE WHEN o.status = 'pending'
+                      AND EXISTS (SELECT FROM holdfast.jobs j
+                                   WHERE j.id = q.job_id AND j.cancelled_at IS NOT NULL)
+                     THEN 'cancelled' ELSE o.status END,
+       attempts = q.attempts - o.refund,
+       kills = CASE WHEN o.status = 'done' THEN 0 ELSE q.kills END,
+       next_attempt_at = now() + make_interval(secs => o.after_seconds),
+       error_class = o.error_class, last_error = coalesce(o.message, q.last_error),
+       skip_reason = o.skip_reason,
+       processed_at = CASE WHEN o.status = 'done' THEN now() END,
+       lease_token = NULL, lease_until = NULL, leased_by = NULL, updated_at = now()
+  FROM unnest(%(ids)s::bigint[], %(tokens)s::bigint[], %(statuses)s::text[],
+              %(refunds)s::integer[], %(afters)s::float8[], %(classes)s::text[],
+              %(messages)s::text[], %(reasons)s::text[])
+       AS o(id, token, status, refund, after_seconds, error_class, message, skip_reason)
+ WHERE q.id = o.id AND q.lease_token = o.token AND q.status = 'processing'
+RETURNING q.id
+"""
+
+NOTE_ATTEMPTS = """
+INSERT INTO holdfast.item_attempts (item_id, attempt, error_class, message, leased_by)
+SELECT o.id, o.attempt, o.error_class, o.message, %(leased_by)s
+  FROM unnest(%(ids)s::bigint[], %(attempts)s::integer[], %(classes)s::text[],
+              %(messages)s::text[]) AS o(id, attempt, error_class, message)
+"""
+
+
+def settle(tx: Tx, settlements: Sequence[Settlement], *, leased_by: str) -> int:
+    """Write the outcomes of claimed items, and what went wrong; return how many were still ours."""
+    rows = [_row(settlement) for settlement in settlements]
+    values = {
+        "ids": [row.item_id for row in rows],
+        "tokens": [row.token for row in rows],
+        "statuses": [row.status for row in rows],
+        "refunds": [row.refund for row in rows],
+        "afters": [row.after_seconds for row in rows],
+        "classes": [row.error_class for row in rows],
+        "messages": [row.message for row in rows],
+        "reasons": [row.skip_reason for row in rows],
+    }
+    settled = {int(row["id"]) for row in tx.execute(SETTLE, values)}
+    charged = [row for row in rows if row.error_class and not row.refund and row.item_id in settled]
+    if charged:
+        noted = {
+            "ids": [row.item_id for row in charged],
+            "attempts": [row.attempt for row in charged],
+            "classes": [row.error_class for row in charged],
+            "messages": [row.message for row in charged],
+            "leased_by": leased_by,
+        }
+        tx.execute(NOTE_ATTEMPTS, noted)
+    return len(settled)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    item_id: int
+    token: int
+    attempt: int
+    status: ItemStatus
+    refund: int = 0
+    after_seconds: float = 0.0
+    error_class: str | None = None
+    message: str | None = None
+    skip_reason: str | None = None
+
+
+def _row(settlement: Settlement) -> _Row:
+    claim = settlement.claim
+    ids = (claim.item_id, claim.lease_token, claim.attempts)
+    match settlement.outcome:
+        case Done():
+            return _Row(*ids, ItemStatus.DONE)
+        case Skipped(reason):
+            return _Row(*ids, ItemStatus.DONE, skip_reason=reason)
+        case Failed(error):
+            return _Row(
+                *ids, ItemStatus.FAILED, error_class=error.error_class, message=error.message
+            )
+        case Retry(error, seconds):
+            return _Row(*ids, ItemStatus.PENDING, 0, seconds, error.error_class, error.message)
+        case Release(error, seconds):
+            return _Row(*ids, ItemStatus.PENDING, 1, seconds, error.error_class, error.message)
+
+
+# A crash is never refunded. At the limit there is no further claim: a person decides.
+RECOVER = """
+WITH dead AS (
+    SELECT id
+      FROM public.embedding_retry_queue
+     WHERE status = 'processing'
+       AND (lease_until < now() OR leased_by = %(leased_by)s)
+     ORDER BY lease_until
+     LIMIT %(limit)s
+       FOR UPDATE SKIP LOCKED
+), recovered AS (
+    UPDATE public.embedding_retry_queue AS q
+       SET status = CASE WHEN q.attempts >= q.max_attempts THEN 'failed'
+                         WHEN EXISTS (SELECT FROM holdfast.jobs j
+                                       WHERE j.id = q.job_id AND j.cancelled_at IS NOT NULL)
+                         THEN 'cancelled' ELSE 'pending' END,
+           kills = q.kills + 1, next_attempt_at = now(), updated_at = now(),
+           error_class = %(error_class)s, last_error = %(message)s,
+           lease_token = NULL, lease_until = NULL, leased_by = NULL
+      FROM (SELECT o.id, o.leased_by
+              FROM public.embedding_retry_queue o JOIN dead USING (id)) AS before
+     WHERE q.id = before.id
+    RETURNING q.id, q.attempts, before.leased_by, q.job_id
+), noted AS (
+    INSERT INTO holdfast.item_attempts (item_id, attempt, error_class, message, leased_by)
+    SELECT id, attempts, %(error_class)s, %(message)s, leased_by FROM recovered
+)
+SELECT leased_by, count(*) AS items FROM recovered GROUP BY leased_by
+"""
+RECOVER_BLOCK = 1000
+
+
+def recover_expired(tx: Tx) -> dict[str, int]:
+    """End the leases that ran out; return how many items each dead holder had."""
+    return _recover(
+        tx,
+        leased_by=None,
+        error_class=ErrorClass.LEASE_EXPIRED,
+        message="the lease ran out: its worker died, hung, or lost Postgres",
+    )
+
+
+def recover_dead(tx: Tx, *, leased_by: str, error_class: ErrorClass, message: str) -> int:
+    """End the leases of a bell whose horse is known to be dead, naming the death."""
+    return sum(_recover(tx, leased_by=leased_by, error_class=error_class, message=message).values())
+
+
+def _recover(
+    tx: Tx, *, leased_by: str | None, error_class: ErrorClass, message: str
+) -> dict[str, int]:
+    values = {
+        "leased_by": leased_by,
+        "error_class": error_class,
+        "message": message,
+        "limit": RECOVER_BLOCK,
+    }
+    return {str(row["leased_by"]): int(row["items"]) for row in tx.execute(RECOVER, values)}
+
+
+# A new allowance, never a reset: the history of attempts stays true.
+REVIVE = """
+WITH again AS (
+    SELECT q.id
+      FROM public.embedding_retry_queue q
+     WHERE q.status = 'failed'
+       AND q.id IN (SELECT item_id FROM holdfast.job_items WHERE job_id = %(job_id)s)
+     ORDER BY q.target_table, q.target_id, q.embedding_version
+       FOR UPDATE
+)
+UPDATE public.embedding_retry_queue AS q
+   SET status = 'pending', job_id = %(job_id)s, max_attempts = NULL, kills = 0,
+       next_attempt_at = now(), error_class = NULL, updated_at = now()
+  FROM again
+ WHERE q.id = again.id
+"""
+
+
+def revive(tx: Tx, job_id: str) -> int:
+    """Give the failed items of a job another allowance of attempts; return how many."""
+    return tx.execute(REVIVE, {"job_id": job_id}).rowcount
+
+
+# An item that another open job waits for goes on, as that job's.
+CANCEL = """
+WITH waiting AS (
+    SELECT q.id,
+           (SELECT min(j.id)
+              FROM holdfast.job_items i
+              JOIN holdfast.jobs j ON j.id = i.job_id
+             WHERE i.item_id = q.id AND i.job_id <> %(job_id)s
+               AND j.finished_at IS NULL AND j.cancelled_at IS NULL) AS heir
+      FROM public.embedding_retry_queue q
+     WHERE q.status IN ('pending', 'processing')
+       AND q.id IN (SELECT item_id FROM holdfast.job_items WHERE job_id = %(job_id)s)
+     ORDER BY q.target_table, q.target_id, q.embedding_version
+       FOR UPDATE
+)
+UPDATE public.embedding_retry_queue AS q
+   SET job_id = CASE WHEN q.job_id = %(job_id)s THEN coalesce(w.heir, q.job_id)
+                     ELSE q.job_id END,
+       status = CASE WHEN q.status = 'pending' AND w.heir IS NULL THEN 'cancelled'
+                     ELSE q.status END,
+       updated_at = now()
+  FROM waiting w
+ WHERE q.id = w.id
+   AND (w.heir IS NOT NULL AND q.job_id = %(job_id)s OR w.heir IS NULL AND q.status = 'pending')
+RETURNING q.status, q.job_id
+"""
+
+
+def cancel(tx: Tx, job_id: str) -> tuple[int, set[str]]:
+    """Cancel what of a job has not begun; return how many items, and the jobs that took over some."""
+    rows = tx.execute(CANCEL, {"job_id": job_id}).fetchall()
+    cancelled = sum(row["status"] == ItemStatus.CANCELLED for row in rows)
+    return cancelled, {row["job_id"] for row in rows} - {job_id}
+
+
+OTHER_JOBS = """
+SELECT DISTINCT job_id
+  FROM holdfast.job_items
+ WHERE item_id = ANY(%(ids)s::bigint[]) AND job_id <> %(job_id)s
+"""
+
+
+def other_jobs(tx: Tx, ids: Sequence[int], *, job_id: str) -> set[str]:
+    """Return the other jobs that these items belong to."""
+    rows = tx.execute(OTHER_JOBS, {"ids": list(ids), "job_id": job_id})
+    return {str(row["job_id"]) for row in rows}
+
+
+# Rows that came without a job: ADR-009's, and those of code that still inserts as ADR-009 did.
+# The newest row of a key is taken up, older open ones are cancelled: their text was replaced.
+UNOWNED = """
+SELECT EXISTS (
+    SELECT FROM public.embedding_retry_queue q
+      JOIN holdfast.embedding_targets t ON t.target_table = q.target_table AND t.is_current
+     WHERE q.job_id IS NULL AND q.status = 'pending'
+       AND holdfast.is_id(q.target_id, t.id_type)) AS found
+"""
+ADOPT = """
+WITH newest AS (
+    SELECT DISTINCT ON (q.target_table, q.target_id) q.id, t.embedding_version, t.model
+      FROM public.embedding_retry_queue q
+      JOIN holdfast.embedding_targets t ON t.target_table = q.target_table AND t.is_current
+     WHERE q.job_id IS NULL AND q.embedding_version IS NULL
+       AND holdfast.is_id(q.target_id, t.id_type)
+       AND NOT EXISTS (SELECT FROM public.embedding_retry_queue k
+                        WHERE k.target_table = q.target_table AND k.target_id = q.target_id
+                          AND k.embedding_version = t.embedding_version)
+     ORDER BY q.target_table, q.target_id, q.created_at DESC, q.id DESC
+)
+UPDATE public.embedding_retry_queue AS q
+   SET embedding_version = n.embedding_version, model = n.model, job_id = %(job_id)s
+  FROM newest n
+ WHERE q.id = n.id
+RETURNING q.id
+"""
+LINK_ADOPTED = """
+INSERT INTO holdfast.job_items (job_id, position, item_id, content_hash)
+SELECT %(job_id)s, row_number() OVER (ORDER BY q.id) - 1, q.id, q.content_hash
+  FROM public.embedding_retry_queue q
+ WHERE q.id = ANY(%(ids)s::bigint[])
+"""
+# A row for a key that is in the queue already brings a newer text, or is an older duplicate.
+REPLACE_TEXT = """
+WITH newest AS (
+    SELECT DISTINCT ON (k.id) k.id, q.text_content, q.content_hash, q.id AS from_id
+      FROM public.embedding_retry_queue q
+      JOIN holdfast.embedding_targets t ON t.target_table = q.target_table AND t.is_current
+      JOIN public.embedding_retry_queue k
+        ON k.target_table = q.target_table AND k.target_id = q.target_id
+       AND k.embedding_version = t.embedding_version
+     WHERE q.job_id IS NULL AND q.embedding_version IS NULL AND q.status = 'pending'
+       AND q.created_at >= k.created_at AND q.content_hash <> k.content_hash
+       AND k.id <> ALL(%(ids)s::bigint[])
+     ORDER BY k.id, q.created_at DESC, q.id DESC
+)
+UPDATE public.embedding_retry_queue AS k
+   SET text_content = n.text_content, content_hash = n.content_hash, job_id = %(job_id)s,
+       status = 'pending', max_attempts = NULL, kills = 0, next_attempt_at = now(),
+       lease_token = NULL, lease_until = NULL, leased_by = NULL, error_class = NULL,
+       skip_reason = NULL, processed_at = NULL, updated_at = now()
+  FROM newest n
+ WHERE k.id = n.id
+RETURNING k.id
+"""
+CANCEL_REPLACED = """
+UPDATE public.embedding_retry_queue AS q
+   SET status = 'cancelled', updated_at = now(),
+       last_error = 'replaced by a newer row for the same target'
+  FROM holdfast.embedding_targets t
+ WHERE q.job_id IS NULL AND q.embedding_version IS NULL AND q.status = 'pending'
+   AND t.target_table = q.target_table AND t.is_current
+   AND EXISTS (SELECT FROM public.embedding_retry_queue k
+                WHERE k.target_table = q.target_table AND k.target_id = q.target_id
+                  AND k.embedding_version = t.embedding_version)
+"""
+
+
+def has_unowned(tx: Tx) -> bool:
+    """Whether rows without a job wait whose target is registered."""
+    row = tx.execute(UNOWNED).fetchone()
+    return bool(row and row["found"])
+
+
+def adopt(tx: Tx, job_id: str) -> int:
+    """Make every row without a job, whose target is registered, an item of this job."""
+    ids = [int(row["id"]) for row in tx.execute(ADOPT, {"job_id": job_id})]
+    values = {"job_id": job_id, "ids": ids}
+    ids += [int(row["id"]) for row in tx.execute(REPLACE_TEXT, values)]
+    tx.execute(CANCEL_REPLACED)
+    tx.execute(LINK_ADOPTED, {"job_id": job_id, "ids": ids})
+    return len(ids)
+
+
+# Keyset by position. Inside, an item's own word; outside, `skipped` is apart from `done`.
+PAGE = """
+SELECT i.position, i.custom_id, i.metadata, i.outcome, i.error_class AS frozen_class,
+       i.content_hash = q.content_hash AS is_current,
+       q.id AS item_id, q.target_table, q.target_id, q.embedding_version, q.model, q.attempts,
+       q.skip_reason, q.error_class,
+       CASE WHEN q.skip_reason IS NULL THEN q.status ELSE 'skipped' END AS status
+  FROM holdfast.job_items i
+  JOIN public.embedding_retry_queue q ON q.id = i.item_id
+ WHERE i.job_id = %(job_id)s AND i.position > %(after)s
+   AND (%(status)s::text IS NULL
+        OR CASE WHEN q.skip_reason IS NULL THEN q.status ELSE 'skipped' END = %(status)s)
+ ORDER BY i.position
+ LIMIT %(limit)s
+"""
+
+
+def page(
+    tx: Tx, job_id: str, *, after: int, limit: int, status: str | None = None
+) -> list[dict[str, Any]]:
+    """Return items of a job behind a position, in input order, each as it stands now."""
+    values = {"job_id": job_id, "after": after, "limit": limit, "status": status}
+    return tx.execute(PAGE, values).fetchall()
+
+
+BEFORE_OFFSET = """
+SELECT max(position) AS position
+  FROM (SELECT position FROM holdfast.job_items
+         WHERE job_id = %(job_id)s ORDER BY position LIMIT %(offset)s) AS skipped
+"""
+
+
+def position_before(tx: Tx, job_id: str, offset: int) -> int:
+    """Return the position of the last line before an offset; -1 before the first."""
+    row = tx.execute(BEFORE_OFFSET, {"job_id": job_id, "offset": offset}).fetchone()
+    return -1 if row is None or row["position"] is None else int(row["position"])
+
+
+# A handful of models at most, and the first pending rows tell: no need to read them all.
+MODELS = """
+SELECT DISTINCT model
+  FROM (SELECT model FROM public.embedding_retry_queue
+         WHERE job_id = %(job_id)s AND status = 'pending' AND kills = 0
+         ORDER BY next_attempt_at LIMIT 100) AS first
+ WHERE model IS NOT NULL
+"""
+
+
+def models(tx: Tx, job_id: str) -> set[str]:
+    """Return the models that the first waiting items of a job need."""
+    return {str(row["model"]) for row in tx.execute(MODELS, {"job_id": job_id})}
+
+
+ATTEMPTS = """
+SELECT item_id, attempt, at, error_class, message
+  FROM holdfast.item_attempts
+ WHERE item_id = ANY(%(ids)s::bigint[])
+ ORDER BY item_id, at, attempt
+"""
+
+
+def attempts(tx: Tx, ids: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+    """Return the failed attempts of items, oldest first."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in tx.execute(ATTEMPTS, {"ids": list(ids)}):
+        found.setdefault(int(row.pop("item_id")), []).append(row)
+    return found
+
+
+# Two halves, as the claim has two indexes.
+NEXT_DUE = """
+SELECT min(due.next_attempt_at) AS next_at, min(due.next_attempt_at) <= now() AS is_due
+  FROM ((SELECT next_attempt_at
+           FROM public.embedding_retry_queue
+          WHERE job_id = %(job_id)s AND status = 'pending' AND kills = 0
+          ORDER BY next_attempt_at LIMIT 1)
+        UNION ALL
+        (SELECT next_attempt_at
+           FROM public.embedding_retry_queue
+          WHERE job_id = %(job_id)s AND status = 'pending' AND kills > 0
+          ORDER BY next_attempt_at LIMIT 1)) AS due
+"""
+
+
+def next_due(tx: Tx, job_id: str) -> tuple[bool, datetime | None]:
+    """Say whether an item of the job is due now, and when the first one is or was."""
+    row = tx.execute(NEXT_DUE, {"job_id": job_id}).fetchone()
+    return (bool(row["is_due"]), row["next_at"]) if row else (False, None)
+
+
+# An item stays as long as any job that can still show it.
+PRUNE = """
+WITH old AS (
+    SELECT q.id
+      FROM public.embedding_retry_queue q
+     WHERE q.status = 'done' AND q.processed_at < now() - make_interval(days => %(days)s)
+       AND NOT EXISTS (SELECT FROM holdfast.job_items i
+                         JOIN holdfast.jobs j ON j.id = i.job_id
+                        WHERE i.item_id = q.id
+                          AND (j.finished_at IS NULL OR j.expires_at > now()))
+     ORDER BY q.processed_at
+     LIMIT %(limit)s
+       FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM public.embedding_retry_queue q USING old WHERE q.id = old.id RETURNING q.id
+), links AS (
+    DELETE FROM holdfast.job_items i USING gone WHERE i.item_id = gone.id
+), history AS (
+    DELETE FROM holdfast.item_attempts a USING gone WHERE a.item_id = gone.id
+)
+SELECT count(*) AS items FROM gone
+"""
+
+
+def prune(tx: Tx, *, days: int, limit: int) -> int:
+    """Delete a block of old finished items with their links; return how many."""
+    row = tx.execute(PRUNE, {"days": days, "limit": limit}).fetchone()
+    return int(row["items"]) if row else 0

@@ -1,0 +1,20 @@
+"""The version of the schema that this code was written for."""
+
+from collections.abc import Sequence
+
+from app.core.store.database import Tx
+
+EXPECTED = ("0001_jobs", "0002_queue", "0003_targets", "0004_clients", "0005_fleet")
+"""The files in migrations/, in order; a test compares."""
+
+EXISTS = "SELECT to_regclass('holdfast.schema_migrations') IS NOT NULL AS found"
+APPLIED = "SELECT name FROM holdfast.schema_migrations"
+
+
+def missing(tx: Tx) -> Sequence[str]:
+    """Return the migrations that this code needs and the database lacks."""
+    row = tx.execute(EXISTS).fetchone()
+    if not row or not row["found"]:
+        return EXPECTED
+    applied = {str(row["name"]) for row in tx.execute(APPLIED)}
+    return [name for name in EXPECTED if name not in applied]

@@ -1,0 +1,162 @@
+"""Targets: the registered tables and columns that vectors may be written to."""
+
+from dataclasses import asdict, dataclass
+
+from psycopg.rows import class_row
+
+from app.core.errors import Fault, InvalidRequest
+from app.core.model import Target
+from app.core.store.database import Tx
+
+LIST = """
+SELECT target_table, embedding_version, table_schema, table_name, id_column, id_type,
+       vector_column, dimension, model, client, is_current
+  FROM holdfast.embedding_targets
+ ORDER BY target_table, embedding_version
+"""
+
+
+def registered(tx: Tx) -> list[Target]:
+    """Return every registered target."""
+    with tx.cursor(row_factory=class_row(Target)) as cursor:
+        return cursor.execute(LIST).fetchall()
+
+
+# What the database says of a column: its table must exist, and the types must be ones we write.
+LOOK = """
+SELECT n.nspname AS table_schema, c.relname AS table_name, a.attname AS column_name,
+       format_type(a.atttypid, NULL) AS type_name, a.atttypmod AS modifier,
+       EXISTS (SELECT FROM pg_index i
+                WHERE i.indrelid = c.oid AND i.indisunique AND i.indnkeyatts = 1
+                  AND i.indkey[0] = a.attnum AND i.indpred IS NULL) AS is_unique
+  FROM pg_class c
+  JOIN pg_namespace n ON n.oid = c.relnamespace
+  JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+ WHERE c.oid = to_regclass(%(name)s) AND c.relkind IN ('r', 'p')
+   AND a.attname = ANY(%(columns)s::text[])
+"""
+ID_TYPES = {
+    "bigint": "bigint",
+    "integer": "integer",
+    "smallint": "smallint",
+    "uuid": "uuid",
+    "text": "text",
+    "character varying": "text",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NewTarget:
+    """What an operator says of a target."""
+
+    target_table: str
+    id_column: str
+    vector_column: str
+    model: str
+    embedding_version: str
+    dimension: int
+    client: str | None = None
+
+
+UNSET_CURRENT = """
+UPDATE holdfast.embedding_targets SET is_current = false
+ WHERE target_table = %(target_table)s AND is_current
+"""
+INSERT = """
+INSERT INTO holdfast.embedding_targets
+       (target_table, embedding_version, table_schema, table_name, id_column, id_type,
+        vector_column, dimension, model, client)
+VALUES (%(target_table)s, %(embedding_version)s, %(table_schema)s, %(table_name)s, %(id_column)s,
+        %(id_type)s, %(vector_column)s, %(dimension)s, %(model)s, %(client)s)
+    ON CONFLICT (target_table, embedding_version) DO UPDATE
+   SET client = excluded.client, is_current = true
+ WHERE (embedding_targets.id_column, embedding_targets.vector_column, embedding_targets.model)
+     = (excluded.id_column, excluded.vector_column, excluded.model)
+"""
+COLUMN_TAKEN = """
+SELECT embedding_version FROM holdfast.embedding_targets
+ WHERE table_schema = %(table_schema)s AND table_name = %(table_name)s
+   AND vector_column = %(vector_column)s
+   AND (target_table, embedding_version) <> (%(target_table)s, %(embedding_version)s)
+"""
+
+
+def register(tx: Tx, new: NewTarget) -> Target:
+    """Register a target, or a new current version of one, after looking at its table.
+
+    Raises InvalidRequest naming every field that does not fit the database.
+    """
+    target = _looked_up(tx, new)
+    values = asdict(target)
+    taken = tx.execute(COLUMN_TAKEN, values).fetchone()
+    if taken:
+        message = (
+            f"holds version {taken['embedding_version']}; another version needs its own column"
+        )
+        raise InvalidRequest("the target does not fit", faults=[_fault("vector_column", message)])
+    tx.execute(UNSET_CURRENT, values)
+    if not tx.execute(INSERT, values).rowcount:
+        message = "is registered with other columns or another model; choose a new version"
+        raise InvalidRequest(
+            "the target does not fit", faults=[_fault("embedding_version", message)]
+        )
+    return target
+
+
+def faults(tx: Tx, target: Target) -> list[Fault]:
+    """Say what no longer fits between a registered target and the database."""
+    try:
+        seen = _looked_up(
+            tx,
+            NewTarget(
+                target_table=target.target_table,
+                id_column=target.id_column,
+                vector_column=target.vector_column,
+                model=target.model,
+                embedding_version=target.embedding_version,
+                dimension=target.dimension,
+                client=target.client,
+            ),
+        )
+    except InvalidRequest as exc:
+        return list(exc.faults)
+    if seen.id_type != target.id_type:
+        return [_fault("id_column", f"was {target.id_type}, is {seen.id_type}")]
+    return []
+
+
+def _looked_up(tx: Tx, new: NewTarget) -> Target:
+    columns = [new.id_column, new.vector_column]
+    rows = tx.execute(LOOK, {"name": _quoted(new.target_table), "columns": columns}).fetchall()
+    found = {row["column_name"]: row for row in rows}
+    id_row, vector_row = found.get(new.id_column), found.get(new.vector_column)
+    problems: list[Fault] = []
+    if not rows:
+        problems.append(_fault("target_table", "no such table, or neither column is in it"))
+    if rows and (id_row is None or not id_row["is_unique"]):
+        problems.append(_fault("id_column", "no such column, or it is not unique by itself"))
+    elif rows and id_row and id_row["type_name"] not in ID_TYPES:
+        problems.append(_fault("id_column", f"type {id_row['type_name']} is not supported"))
+    if rows and (vector_row is None or vector_row["type_name"] not in ("vector", "halfvec")):
+        problems.append(_fault("vector_column", "no such column, or not of type vector or halfvec"))
+    elif rows and vector_row and vector_row["modifier"] not in (-1, new.dimension):
+        problems.append(
+            _fault("dimension", f"is {new.dimension}, the column's is {vector_row['modifier']}")
+        )
+    if problems or id_row is None:
+        raise InvalidRequest("the target does not fit the database", faults=problems)
+    return Target(
+        **asdict(new),
+        table_schema=id_row["table_schema"],
+        table_name=id_row["table_name"],
+        id_type=ID_TYPES[id_row["type_name"]],
+    )
+
+
+def _quoted(name: str) -> str:
+    # to_regclass reads identifiers; quoting each part makes it look for exactly this name.
+    return ".".join('"' + part.replace('"', '""') + '"' for part in name.split(".", 1))
+
+
+def _fault(field: str, message: str) -> Fault:
+    return Fault(code="target_mismatch", message=message, field=field)

@@ -1,0 +1,270 @@
+"""Submitting: a batch from JSON or a stream becomes a committed job; only then is a bell rung."""
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any
+
+import orjson
+
+from app.core import rings, status
+from app.core.context import Context
+from app.core.errors import (
+    FAULTS_SHOWN,
+    Fault,
+    InvalidRequest,
+    KeyInUse,
+    KeyReused,
+    TooManyQueued,
+)
+from app.core.model import Caller, Job, NewItem, Rings
+from app.core.requests import BatchOptions, Rules, check_item, targets_by_name
+from app.core.store import fleet, items, jobs, targets
+from app.core.store.database import Tx
+from app.core.store.jobs import IdempotencyKey, NewJob
+
+log = logging.getLogger(__name__)
+
+COPY_BLOCK = 1000
+TOO_MANY_RETRY_SECONDS = 60
+MERGE_TIMEOUT = "SET LOCAL statement_timeout = '15min'"
+"""A stream of a million items is merged in one statement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A batch as it arrives: its options, its items one by one, and how to treat the bad ones."""
+
+    options: BatchOptions
+    values: Iterable[Any]
+    """Each item as decoded JSON, or the Fault that kept its line from being decoded."""
+    skip_invalid: bool = False
+    is_stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatKey:
+    """An Idempotency-Key and what the request hashes to; the hash of a stream is known at its end."""
+
+    key: str
+    fingerprint: Any
+    """A function that returns the SHA-256 over path, query and body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """The answer to a POST."""
+
+    job_id: str
+    answer: bytes
+
+
+@dataclass(slots=True)
+class _Checked:
+    sent: int = 0
+    rejected: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+    def refuse(self, faults: Sequence[Fault]) -> None:
+        self.rejected += 1
+        self.faults += faults[: max(0, FAULTS_SHOWN - len(self.faults))]
+
+
+def submit(
+    ctx: Context, caller: Caller, incoming: Incoming, repeat: RepeatKey | None = None
+) -> Submitted:
+    """Store a batch and ring for it; returns only what is committed (P1).
+
+    Raises InvalidRequest naming every bad item, KeyReused, KeyInUse, TooManyQueued, and
+    StoreUnavailable where nothing was stored. Redis may be away: the sweeper rings.
+    """
+    with ctx.database.session() as connection, _held_key(connection, caller, repeat):
+        checked = _collect(ctx, connection, caller, incoming)
+        key = _full_key(caller, repeat)
+        if key:
+            earlier = _earlier(connection, key)
+            if earlier:
+                return earlier
+        _refuse_faults(checked, incoming)
+        with connection.transaction():
+            stored = _merge(ctx, connection, caller, incoming, checked, key)
+    if stored.rings:
+        rings.push(ctx, stored.rings, stored.alive, by="submit")
+    status.publish(ctx, stored.submitted.job_id)
+    return stored.submitted
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def _collect(ctx: Context, connection: Tx, caller: Caller, incoming: Incoming) -> _Checked:
+    """Check the items and copy the good ones into the session's temporary table, block by block.
+
+    No transaction stays open while a slow client sends, and no more than a block is in memory.
+    """
+    checked = _Checked()
+    rules = Rules(
+        targets=targets_by_name(targets.registered(connection)),
+        options=incoming.options,
+        client=caller.client,
+        max_text_bytes=ctx.settings.max_text_bytes,
+        is_stream=incoming.is_stream,
+    )
+    items.begin_batch(connection)
+    good = _good_items(rules, incoming.values, checked)
+    while block := list(islice(good, COPY_BLOCK)):
+        items.copy_in(connection, block)
+    repeated = items.repeated_custom_ids(connection, limit=FAULTS_SHOWN)
+    for position in repeated:
+        line = position + 1 if incoming.is_stream else None
+        message = "stands earlier in this batch"
+        fault = Fault("custom_id_repeated", message, "custom_id", position, line)
+        checked.refuse([fault])
+    items.drop_incoming(connection, repeated)
+    return checked
+
+
+def _good_items(rules: Rules, values: Iterable[Any], checked: _Checked) -> Iterator[NewItem]:
+    for index, value in enumerate(values):
+        checked.sent += 1
+        item = [value] if isinstance(value, Fault) else check_item(rules, index, value)
+        if isinstance(item, NewItem):
+            yield item
+        else:
+            checked.refuse(item)
+
+
+def _refuse_faults(checked: _Checked, incoming: Incoming) -> None:
+    if checked.rejected and not incoming.skip_invalid:
+        message = f"{checked.rejected} of {checked.sent} items are invalid; nothing was stored"
+        raise InvalidRequest(message, faults=checked.faults)
+    if checked.sent == checked.rejected:
+        faults = checked.faults or [Fault("no_items", "the batch has no items", "items")]
+        raise InvalidRequest("the batch has no valid item; nothing was stored", faults=faults)
+
+
+# ---- storing ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    submitted: Submitted
+    rings: Rings | None
+    alive: fleet.Alive
+
+
+def _merge(  # noqa: PLR0913 - the one place where everything of a POST comes together
+    ctx: Context,
+    tx: Tx,
+    caller: Caller,
+    incoming: Incoming,
+    checked: _Checked,
+    key: IdempotencyKey | None,
+) -> _Stored:
+    tx.execute(MERGE_TIMEOUT)
+    good = checked.sent - checked.rejected
+    _refuse_too_many(ctx, tx, caller, good)
+    options = incoming.options
+    job_id = f"emb-{secrets.token_hex(16)}"
+    jobs.insert(
+        tx, NewJob(job_id, caller.client, options.project, options.priority, options.return_vectors)
+    )
+    accepted = items.enqueue(tx, job_id=job_id, project=options.project, priority=options.priority)
+    jobs.count_now(tx)
+    job = jobs.finish(tx, job_id, ttl_seconds=ctx.settings.job_result_ttl_seconds) or jobs.find(
+        tx, job_id
+    )
+    if job is None:  # inserted above
+        raise AssertionError
+    alive = fleet.alive(tx)
+    answer = _answer(ctx, tx, job, checked, accepted)
+    if key:
+        jobs.keep_answer(tx, key, job_id=job_id, answer=answer.decode())
+    taken = None
+    if job.counts.pending:
+        bells = rings.wanted(ctx, job.counts.pending, alive, options.project)
+        taken = jobs.take_rings(tx, job_id, bells)
+    facts = {"event": "job_accepted", "job_id": job_id, "client": caller.client, "items": good}
+    log.info("job stored", extra=facts)
+    return _Stored(Submitted(job_id, answer), taken, alive)
+
+
+def _refuse_too_many(ctx: Context, tx: Tx, caller: Caller, good: int) -> None:
+    most = ctx.settings.queue_max_per_client
+    queued = jobs.open_items(tx, caller.client)
+    if queued + good > most:
+        raise TooManyQueued(
+            f"{queued} items wait, {good} more would pass the limit of {most}",
+            retry_after_seconds=TOO_MANY_RETRY_SECONDS,
+        )
+
+
+def _answer(ctx: Context, tx: Tx, job: Job, checked: _Checked, accepted: int) -> bytes:
+    seconds = status.estimate(ctx, tx, job.counts.open, project=job.project, job_id=job.id)
+    link = f"/api/job/{job.id}"
+    return orjson.dumps(
+        {
+            "job_id": job.id,
+            "kind": job.kind,
+            "async": True,
+            "state": job.state,
+            "status_url": link,
+            "result_url": f"{link}/result",
+            "accepted": accepted,
+            "duplicates": checked.sent - checked.rejected - accepted,
+            "rejected": checked.rejected,
+            "errors": [shown(fault) for fault in checked.faults],
+            "estimated_seconds": seconds["p50"] if seconds else None,
+        }
+    )
+
+
+def shown(fault: Fault) -> dict[str, Any]:
+    """Return a fault as the API shows it."""
+    return {name: value for name, value in asdict(fault).items() if value is not None}
+
+
+# ---- the same request once more -----------------------------------------------------------------
+
+
+@contextmanager
+def _held_key(connection: Tx, caller: Caller, repeat: RepeatKey | None) -> Generator[None]:
+    if repeat is None:
+        yield
+        return
+    if not jobs.try_lock_key(connection, caller.client, repeat.key):
+        raise KeyInUse(retry_after_seconds=1)
+    try:
+        yield
+    finally:
+        jobs.unlock_key(connection, caller.client, repeat.key)
+
+
+def _full_key(caller: Caller, repeat: RepeatKey | None) -> IdempotencyKey | None:
+    if repeat is None:
+        return None
+    return IdempotencyKey(caller.client, repeat.key, repeat.fingerprint())
+
+
+def _earlier(connection: Tx, key: IdempotencyKey) -> Submitted | None:
+    answer = jobs.find_answer(connection, key.client, key.key)
+    if answer is None:
+        return None
+    if answer.fingerprint != key.fingerprint:
+        raise KeyReused
+    body = answer.answer.encode()
+    return Submitted(str(orjson.loads(body)["job_id"]), body)
+
+
+def fingerprint_of(path: str, query: bytes, body: bytes) -> bytes:
+    """Return the SHA-256 over path, query and body of a request."""
+    return begin_fingerprint(path, query, body).digest()
+
+
+def begin_fingerprint(path: str, query: bytes, body: bytes = b"") -> "hashlib._Hash":
+    """Begin the fingerprint of a request whose body, or the rest of it, is still to come."""
+    return hashlib.sha256(b"\0".join((path.encode(), query, body)))

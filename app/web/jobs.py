@@ -1,0 +1,107 @@
+"""Jobs: one, its items, its result, the list; requeue and cancel."""
+
+from typing import Any, cast
+
+from flask import Blueprint, Response, current_app, g, request
+
+from app.core import requeue as second_chance
+from app.core import status
+from app.core.context import Context
+from app.core.model import JobState
+from app.core.ports import PrimarySink
+from app.core.requests import Requeue, parse
+from app.core.store.jobs import JobFilter
+from app.web import body
+from app.web.auth import needs
+
+blueprint = Blueprint("jobs", __name__)
+
+STATUSES = ("pending", "processing", "done", "skipped", "failed", "cancelled")
+PAGE_MOST = 5000
+SMALL_BODY_BYTES = 65536
+
+
+def _ctx() -> Context:
+    return cast("Context", current_app.extensions["context"])
+
+
+@blueprint.get("/api/job/<job_id>")
+@needs("read")
+def job(job_id: str) -> Response:
+    """The job; with `?wait=N` as soon as something changed, at the latest after N seconds."""
+    body.only_arguments("wait")
+    seconds = body.integer("wait", default=None, least=1, most=55)
+    if seconds is None:
+        return body.answer(status.find(_ctx(), g.caller, job_id))
+    stopping = current_app.extensions["stopping"]
+    return body.answer(
+        status.wait(_ctx(), g.caller, job_id, seconds=seconds, is_stopping=stopping).body
+    )
+
+
+@blueprint.get("/api/job/<job_id>/items")
+@needs("read")
+def items(job_id: str) -> Response:
+    """A page of the job's items with every failed attempt."""
+    body.only_arguments("status", "cursor", "limit")
+    wanted = status.ItemsWanted(
+        after=cast("int", body.integer("cursor", default=-1, least=0, most=2**31 - 1)),
+        limit=cast("int", body.integer("limit", default=100, least=1, most=PAGE_MOST)),
+        status=body.word("status", STATUSES),
+    )
+    return body.answer(status.list_items(_ctx(), g.caller, job_id, wanted))
+
+
+@blueprint.get("/api/job/<job_id>/result")
+@needs("read")
+def result(job_id: str) -> Response:
+    """The outcomes of a finished job: a page, or everything as NDJSON."""
+    body.only_arguments("offset", "limit")
+    offset = cast("int", body.integer("offset", default=0, least=0, most=2**31 - 1))
+    limit = cast("int", body.integer("limit", default=1000, least=1, most=PAGE_MOST))
+    sink = cast("PrimarySink", current_app.extensions["sink"])
+    if body.wants_lines():
+        return body.answer_lines(status.stream(_ctx(), g.caller, sink, job_id))
+    return body.answer(status.result(_ctx(), g.caller, sink, job_id, offset=offset, limit=limit))
+
+
+@blueprint.get("/api/jobs")
+@needs("read")
+def jobs() -> Response:
+    """The caller's jobs, newest first."""
+    body.only_arguments("state", "kind", "cursor", "limit")
+    before_at, before_id = status.cursor_of_jobs(request.args.get("cursor"))
+    wanted = JobFilter(
+        client=None if g.caller.is_admin else g.caller.client,
+        state=body.word("state", [state.value for state in JobState]),
+        kind=body.word("kind", ["embedding", "trace"]),
+        before_at=before_at,
+        before_id=before_id,
+    )
+    limit = cast("int", body.integer("limit", default=50, least=1, most=200))
+    return body.answer(status.page(_ctx(), wanted, limit=limit))
+
+
+@blueprint.post("/api/job/<job_id>/requeue")
+@needs("requeue")
+def requeue(job_id: str) -> Response:
+    """Give the job's failed items another allowance of attempts."""
+    body.only_arguments()
+    why = second_chance.Why("api", parse(Requeue, _small_body()).reason)
+    return body.answer(second_chance.requeue(_ctx(), g.caller, job_id, why), 202)
+
+
+@blueprint.post("/api/job/<job_id>/cancel")
+@needs("submit")
+def cancel(job_id: str) -> Response:
+    """Stop what of the job has not run."""
+    body.only_arguments()
+    return body.answer(second_chance.cancel(_ctx(), g.caller, job_id))
+
+
+def _small_body() -> Any:  # noqa: ANN401
+    raw = body.read(SMALL_BODY_BYTES, "small_body_bytes")
+    if not raw:
+        return {}
+    body.require_type("application/json")
+    return body.parse(raw)

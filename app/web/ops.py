@@ -1,0 +1,65 @@
+"""For operators and machines: what a request may hit, and whether this process can serve."""
+
+from typing import cast
+
+from flask import Blueprint, Response, current_app
+
+from app.core import checks
+from app.core.context import Context
+from app.core.requests import METADATA_BYTES
+from app.web import body
+from app.web.auth import needs
+
+blueprint = Blueprint("ops", __name__)
+
+
+def _ctx() -> Context:
+    return cast("Context", current_app.extensions["context"])
+
+
+@blueprint.get("/livez")
+def livez() -> Response:
+    """This process answers; nothing else is asked."""
+    return body.answer({"status": "ok"})
+
+
+@blueprint.get("/readyz")
+def readyz() -> Response:
+    """200 while a POST would be accepted, with what is degraded; else 503."""
+    ready = checks.readiness(_ctx())
+    return body.answer(ready.shown, 200 if ready.is_ready else 503)
+
+
+@blueprint.get("/health")
+def health() -> Response:
+    """The same for people: the state of every part."""
+    seen = checks.health(_ctx())
+    return body.answer(seen.shown, 200 if seen.is_ready else 503)
+
+
+@blueprint.get("/api/limits")
+@needs("read")
+def limits() -> Response:
+    """Every limit that a request can hit, as numbers."""
+    settings = _ctx().settings
+    return body.answer(
+        {
+            "max_body_bytes": settings.max_body_bytes,
+            "max_batch_items": settings.max_batch_items,
+            "max_stream_bytes": settings.max_stream_bytes,
+            "max_streams": settings.max_streams,
+            "stream_seconds": settings.stream_seconds,
+            "line_bytes": settings.max_text_bytes * 6 + body.LINE_EXTRA_BYTES,
+            "max_text_bytes": settings.max_text_bytes,
+            "metadata_bytes": METADATA_BYTES,
+            "custom_id_characters": 128,
+            "idempotency_key_characters": 255,
+            "items_page": 5000,
+            "result_page": 5000,
+            "jobs_page": 200,
+            "wait_seconds": 55,
+            "open_items_per_client": settings.queue_max_per_client,
+            "attempts_per_item": settings.queue_max_retries,
+            "result_ttl_seconds": settings.job_result_ttl_seconds,
+        }
+    )

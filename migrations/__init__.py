@@ -1,0 +1,1 @@
+"""Numbered SQL, forward only, and the runner that applies it."""

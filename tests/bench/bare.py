@@ -1,0 +1,49 @@
+"""What one would write without a ledger: an RQ job of 64 texts that embeds and stores them.
+
+No claim, no lease, no check, no record: what is lost is lost. It is the yardstick for the drain.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import httpx
+import orjson
+import psycopg
+import redis
+from rq import Queue, Worker
+
+QUEUE = "bare"
+UPDATE = """
+UPDATE ai_insights AS t SET embedding = new.vector::vector
+  FROM unnest(%(ids)s::bigint[], %(vectors)s::text[]) AS new(id, vector)
+ WHERE t.id = new.id
+"""
+
+
+def embed(database_url: str, backend_url: str, ids: Sequence[int], texts: Sequence[str]) -> int:
+    """Embed texts and store their vectors."""
+    answer = httpx.post(
+        f"{backend_url}/api/embed", json={"model": "m", "input": texts}, trust_env=False
+    )
+    vectors = [
+        orjson.dumps(vector).decode() for vector in orjson.loads(answer.content)["embeddings"]
+    ]
+    with psycopg.connect(database_url) as connection:
+        connection.execute(UPDATE, {"ids": ids, "vectors": vectors})
+    return len(ids)
+
+
+def queue(redis_url: str) -> Queue:
+    """Return the queue of these jobs."""
+    return Queue(QUEUE, connection=redis.Redis.from_url(redis_url), serializer="json")
+
+
+def main(redis_url: str) -> None:
+    """Work until nothing is left; every module is loaded before the first fork."""
+    Worker([queue(redis_url)], connection=redis.Redis.from_url(redis_url), serializer="json").work(
+        burst=True, logging_level="WARNING"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,1 @@
+"""The background door: workers, sweeper, operators' commands."""

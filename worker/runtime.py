@@ -1,0 +1,86 @@
+"""The composition root of the worker door: what the parent loads, and what each horse opens."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from app.core.config import Settings
+from app.core.context import Context, open_context
+from app.core.ports import Embedder, EmbedderOptions, PrimarySink, find
+
+HORSE_CONNECTIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the parent settles before it forks: settings, adapters loaded, nothing opened."""
+
+    settings: Settings
+    build_embedder: Callable[[EmbedderOptions], Embedder]
+    build_sink: Callable[[], PrimarySink]
+    pid: int
+    """The process that prepared this. A horse cannot ask for its parent: it may be gone already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Horse:
+    """What one bell works with."""
+
+    context: Context
+    embedder: Embedder
+    sink: PrimarySink
+    backend: str
+    leased_by: str
+    """The bell's id: the name under which it holds leases."""
+    must_stop: Callable[[], bool]
+    """Whether to stop after this slice: the worker is being stopped, or its parent is gone."""
+
+    def close(self) -> None:
+        """Close what was opened."""
+        self.embedder.close()
+        self.context.close()
+
+
+def prepare(settings: Settings) -> Recipe:
+    """Load the chosen adapters, so that a fork finds them in memory; open nothing.
+
+    Raises ConfigError where an adapter is unknown or refuses its options.
+    """
+    recipe = Recipe(
+        settings=settings,
+        build_embedder=find("embedders", settings.embedder),
+        build_sink=find("sinks", settings.sinks.split(",")[0].strip()),
+        pid=os.getpid(),
+    )
+    recipe.build_embedder(embedder_options(settings)).close()
+    for build in (recipe.build_embedder, recipe.build_sink):
+        preload = getattr(sys.modules.get(build.__module__), "preload", None)
+        if preload is not None:  # an adapter that has more to load than its module
+            preload()
+    return recipe
+
+
+def open_horse(recipe: Recipe, *, leased_by: str, stop_asked: Callable[[], bool]) -> Horse:
+    """Open the connections of one bell; called after the fork only."""
+    settings = recipe.settings
+    return Horse(
+        context=open_context(
+            settings, application=f"holdfast {leased_by}", most_connections=HORSE_CONNECTIONS
+        ),
+        embedder=recipe.build_embedder(embedder_options(settings)),
+        sink=recipe.build_sink(),
+        backend=settings.embedder,
+        leased_by=leased_by,
+        must_stop=lambda: stop_asked() or recipe.pid not in (os.getppid(), os.getpid()),
+    )
+
+
+def embedder_options(settings: Settings) -> EmbedderOptions:
+    """Return what the chosen embedder is built from."""
+    return EmbedderOptions(
+        url=settings.embedder_url,
+        api_key=settings.embedder_api_key,
+        model=settings.embedding_model,
+        dimension=settings.embedding_dim,
+    )

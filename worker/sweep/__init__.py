@@ -1,0 +1,143 @@
+"""The sweeper: one leader that makes good what was lost, once a tick and whenever something is due."""
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from threading import Event
+from types import FrameType
+
+from app.core.config import Settings
+from app.core.context import Context, open_context
+from app.core.errors import StoreUnavailable
+from app.core.store import fleet
+from app.core.store.database import Tx, translated
+from worker.sweep import cleanup, leases, rings, unowned
+
+log = logging.getLogger(__name__)
+
+Duty = Callable[[Context], Counter[str]]
+
+DUTIES: tuple[tuple[str, Duty], ...] = (
+    ("leases", leases.run_once),
+    ("unowned", unowned.run_once),
+    ("rings", rings.run_once),
+)
+CLEANUP_SECONDS = 3600.0
+LEAST_WAIT_SECONDS = 0.2
+"""A floor under the pause between two ticks, so that a due item nobody takes does not spin us."""
+
+STANDBY_SECONDS = 1.0
+
+
+def run(settings: Settings) -> int:
+    """Sweep until SIGTERM or SIGINT; two sweepers are harmless, one of them waits."""
+    ctx = open_context(settings, application="holdfast sweeper", most_connections=3)
+    sweeper = Sweeper(ctx)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, sweeper.stop)
+    log.info("Sweeper starting", extra={"event": "worker_start", "worker": sweeper.name})
+    try:
+        sweeper.run()
+    finally:
+        ctx.close()
+    log.info("Sweeper stopped", extra={"event": "worker_stop", "worker": sweeper.name})
+    return 0
+
+
+class Sweeper:
+    """One sweeper process: leads, or stands by until the leader's connection is gone."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        host = socket.gethostname()
+        self.name = f"{host}-sweeper-{secrets.token_hex(4)}"
+        self._process = fleet.Process(self.name, "sweeper", "", host, os.getpid())
+        self._stop = Event()
+        self._cleaned_at: float | None = None
+        self._counts: Counter[str] = Counter()
+        self._is_lost = False
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """End after the duty in hand."""
+        del number, frame
+        self._stop.set()
+
+    def run(self) -> None:
+        """Lead or stand by until stopped; Postgres may come and go."""
+        while not self._stop.is_set():
+            try:
+                with translated(), self._ctx.database.dedicated() as connection:
+                    self._with(connection)
+            except StoreUnavailable as exc:
+                self._note_lost(exc)
+                self._stop.wait(STANDBY_SECONDS)
+        self._leave()
+
+    def _with(self, connection: Tx) -> None:
+        fleet.listen(connection)
+        while not self._stop.is_set():
+            self._beat(connection)
+            if self._is_lost:
+                self._is_lost = False
+                log.info("Postgres answers again", extra={"event": "postgres_back"})
+            if fleet.try_lead(connection):
+                self.tick()
+                self._rest(connection)
+            else:
+                self._stop.wait(min(STANDBY_SECONDS, self._ctx.settings.sweep_seconds))
+
+    def tick(self) -> None:
+        """Do each duty once. One that fails is named, and does not keep the others from theirs."""
+        for name, duty in DUTIES:
+            self._do(name, duty)
+        now = time.monotonic()
+        if self._cleaned_at is None or now - self._cleaned_at >= CLEANUP_SECONDS:
+            self._cleaned_at = now
+            self._do("cleanup", cleanup.run_once)
+
+    def _do(self, name: str, duty: Duty) -> None:
+        try:
+            counts = duty(self._ctx)
+        except StoreUnavailable:
+            raise
+        except Exception:
+            log.exception("duty %s failed", name, extra={"event": "sweep_done", "reason": name})
+            return
+        self._counts += counts
+        if counts:
+            facts = {"event": "sweep_done", "reason": name, "counts": dict(counts)}
+            log.info("sweep: %s", name, extra=facts)
+
+    def _rest(self, connection: Tx) -> None:
+        """Wait for the next tick, for the next thing that comes due, or for the SQL door."""
+        with self._ctx.database.transaction() as tx:
+            due_in = fleet.next_event_seconds(tx)
+        pause = self._ctx.settings.sweep_seconds
+        if due_in is not None:
+            pause = min(pause, max(LEAST_WAIT_SECONDS, due_in))
+        ends = time.monotonic() + pause
+        # In short steps, as a signal does not wake the wait for a notice.
+        while not self._stop.is_set() and (left := ends - time.monotonic()) > 0:
+            if fleet.wait_for_notice(connection, min(left, 0.5)):
+                return
+
+    def _beat(self, connection: Tx) -> None:
+        seconds = max(10.0, 3 * self._ctx.settings.sweep_seconds)
+        fleet.beat(connection, self._process, seconds=seconds, counters=dict(self._counts))
+
+    def _leave(self) -> None:
+        try:
+            with self._ctx.database.transaction() as tx:
+                fleet.leave(tx, self.name)
+        except StoreUnavailable:
+            return
+
+    def _note_lost(self, exc: StoreUnavailable) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            log.error("Queue worker error: %s", exc, extra={"event": "postgres_lost"})

@@ -1,0 +1,49 @@
+"""Due work without a bell is rung for; jobs with nothing left to do are made final."""
+
+import logging
+from collections import Counter
+
+from app.core import rings, status
+from app.core.context import Context
+from app.core.errors import BellsUnavailable
+from app.core.model import queue_for
+from app.core.store import fleet, jobs
+
+log = logging.getLogger(__name__)
+
+
+def run_once(ctx: Context) -> Counter[str]:
+    """Finish what is complete and ring for what is due; return what was done.
+
+    By location and not by RQ's words: a bell that works holds leases, one that waits is in the
+    queue's list, anything else is rung again.
+    """
+    counts: Counter[str] = Counter()
+    with ctx.database.transaction() as tx:
+        complete = jobs.complete(tx)
+        alive = fleet.alive(tx)
+        backends = fleet.backends(tx, ctx.settings.embedder)
+        paused = [model for model, each in backends.items() if each.is_paused]
+        due = jobs.due(tx, paused_models=paused)
+    for job_id in complete:
+        finished = status.finish(ctx, job_id, ttl_seconds=ctx.settings.job_result_ttl_seconds)
+        counts["finished"] += finished is not None
+    try:
+        counts["rung"] += sum(_missing(ctx, alive, due).values())
+    except BellsUnavailable as exc:
+        counts["redis_away"] += 1
+        log.warning("nothing rung: %s", exc, extra={"event": "redis_lost"})
+    return +counts
+
+
+def _missing(ctx: Context, alive: fleet.Alive, due: list[jobs.DueJob]) -> Counter[str]:
+    served = frozenset(alive.workers)
+    queues = {queue_for(job.project, served) for job in due}
+    waiting = {queue: Counter(ctx.bells.waiting(queue)) for queue in queues}
+    rung: Counter[str] = Counter()
+    for job in due:
+        there = waiting[queue_for(job.project, served)][job.id] + job.holders
+        missing = rings.wanted(ctx, job.pending, alive, job.project) - there
+        if missing > 0:
+            rung[job.id] += rings.ring(ctx, job.id, bells=missing, by="sweeper")
+    return rung

@@ -1,0 +1,27 @@
+"""Rows that came without a job: ADR-009's, and those of code that still inserts as it did."""
+
+import logging
+import secrets
+from collections import Counter
+
+from app.core.context import Context
+from app.core.store import items, jobs
+from app.core.store.jobs import NewJob
+
+log = logging.getLogger(__name__)
+
+
+def run_once(ctx: Context) -> Counter[str]:
+    """Make one job of the client `sql` of all rows without one whose target is registered."""
+    with ctx.database.transaction() as tx:
+        if not items.has_unowned(tx):
+            return Counter()
+        job_id = f"emb-{secrets.token_hex(16)}"
+        jobs.insert(tx, NewJob(job_id, client="sql"))
+        adopted = items.adopt(tx, job_id)
+        if not adopted:
+            # Only duplicates of what is in the queue already: cancelled, and no job needed.
+            jobs.drop_empty(tx, job_id)
+    facts = {"event": "job_accepted", "job_id": job_id, "client": "sql", "items": adopted}
+    log.info("rows without a job taken up", extra=facts)
+    return Counter(adopted=adopted)
