@@ -134,7 +134,7 @@ CREATE INDEX embedding_retry_queue_failed
 CREATE INDEX embedding_retry_queue_unowned
     ON public.embedding_retry_queue (target_table) WHERE job_id IS NULL AND status = 'pending';
 CREATE INDEX embedding_retry_queue_finished
-    ON public.embedding_retry_queue (processed_at) WHERE status = 'done';
+    ON public.embedding_retry_queue (updated_at) WHERE status IN ('done', 'cancelled');
 
 -- Which items a job waits for. An item can belong to several jobs, and to one job twice.
 -- No foreign keys: checking them would double the time of a POST; cleanup deletes in order.
@@ -151,6 +151,20 @@ CREATE TABLE holdfast.job_items (
     PRIMARY KEY (job_id, position)
 );
 CREATE INDEX job_items_by_item ON holdfast.job_items (item_id);
+
+-- Whose an open item is: its job's; where that was cancelled, another open job's that waits for
+-- it too; NULL where there is none.
+CREATE FUNCTION holdfast.owner_of(item bigint, its_job text) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
+    SELECT CASE WHEN j.cancelled_at IS NULL THEN j.id ELSE (
+               SELECT min(o.id)
+                 FROM holdfast.job_items i
+                 JOIN holdfast.jobs o ON o.id = i.job_id
+                WHERE i.item_id = item AND o.finished_at IS NULL AND o.cancelled_at IS NULL
+           ) END
+      FROM holdfast.jobs j
+     WHERE j.id = its_job
+$$;
 
 -- Every attempt that did not succeed.
 CREATE TABLE holdfast.item_attempts (
@@ -271,6 +285,10 @@ BEGIN
       FROM holdfast.job_items i
       JOIN public.embedding_retry_queue q ON q.id = i.item_id
      WHERE i.job_id = NEW.id;
+    IF NEW.client = 'sql' THEN
+        -- What the same transaction enqueues after this is not counted here: it gets another job.
+        PERFORM set_config('holdfast.sql_job', '', true);
+    END IF;
     RETURN NULL;
 END $$;
 CREATE CONSTRAINT TRIGGER count_new_job AFTER INSERT ON holdfast.jobs

@@ -48,11 +48,14 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     target      holdfast.embedding_targets;
     -- Local to the transaction, and taken back with a savepoint like the rows that it stands for.
-    mark        text := current_setting('holdfast.sql_job', true);
-    the_job     text;
-    the_number  integer;
+    mark        text := coalesce(current_setting('holdfast.sql_job', true), '');
+    the_job     text := split_part(mark, ' ', 1);
+    the_number  integer := 0;
     the_item    bigint;
     the_hash    bytea := sha256(convert_to(text_content, 'UTF8'));
+    -- What Python's str.isspace() holds for one, so that both doors find the same texts empty.
+    spaces      text := E' \t\n\v\f\r\x1c\x1d\x1e\x1f\u0085\u00a0\u1680\u2000\u2001\u2002\u2003'
+                         '\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000';
 BEGIN
     SELECT t.* INTO target
       FROM holdfast.embedding_targets t
@@ -68,21 +71,23 @@ BEGIN
         RAISE EXCEPTION 'target_id: % is not an id of type %', quote_nullable(target_id),
                         target.id_type
             USING ERRCODE = 'invalid_parameter_value';
-    ELSIF text_content IS NULL OR btrim(text_content, E' \t\n\r') = '' THEN
+    ELSIF text_content IS NULL OR btrim(text_content, spaces) = '' THEN
         RAISE EXCEPTION 'text_content: is empty' USING ERRCODE = 'invalid_parameter_value';
     ELSIF octet_length(text_content) > 262144 THEN
         RAISE EXCEPTION 'text_content: is longer than 262144 bytes'
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
 
-    IF coalesce(mark, '') = '' THEN
+    -- Anybody can set the mark, so it counts only for a job that this transaction has made.
+    IF EXISTS (SELECT FROM holdfast.jobs j
+                WHERE j.id = the_job AND j.client = 'sql' AND j.created_at = now()) THEN
+        the_number := split_part(mark, ' ', 2)::integer + 1;
+    ELSE
         the_job := 'emb-' || replace(gen_random_uuid()::text, '-', '');
-        the_number := 0;
+        -- Whatever the caller has set: the items are counted when they are all there.
+        SET CONSTRAINTS holdfast.count_new_job DEFERRED;
         INSERT INTO holdfast.jobs (id, kind, client) VALUES (the_job, 'embedding', 'sql');
         PERFORM pg_notify('holdfast', the_job);
-    ELSE
-        the_job := split_part(mark, ' ', 1);
-        the_number := split_part(mark, ' ', 2)::integer + 1;
     END IF;
     PERFORM set_config('holdfast.sql_job', the_job || ' ' || the_number, true);
 
@@ -92,7 +97,8 @@ BEGIN
             enqueue_embedding.text_content, the_hash, the_job)
         ON CONFLICT ON CONSTRAINT embedding_retry_queue_key DO UPDATE
        SET text_content = excluded.text_content, content_hash = excluded.content_hash,
-           model = excluded.model, job_id = excluded.job_id, status = 'pending',
+           model = excluded.model, project = excluded.project, priority = excluded.priority,
+           job_id = excluded.job_id, status = 'pending',
            max_attempts = NULL, next_attempt_at = now(), kills = 0,
            lease_token = NULL, lease_until = NULL, leased_by = NULL,
            error_class = NULL, skip_reason = NULL, processed_at = NULL, updated_at = now()

@@ -26,10 +26,12 @@ CREATE TABLE holdfast.backends (
     error_class   text,
     message       text,
     last_ok_at    timestamptz,
-    -- The most items that it took in one call, where it has refused more.
+    -- The most items that it took in one call, where more were refused or too slow; and since when.
     max_items     integer,
+    limited_at    timestamptz,
     PRIMARY KEY (name, model),
     CHECK ((paused_since IS NULL) = (paused_until IS NULL)),
+    CHECK ((max_items IS NULL) = (limited_at IS NULL)),
     CHECK (probe_until IS NULL OR paused_since IS NOT NULL)
 );
 

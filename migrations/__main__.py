@@ -57,7 +57,7 @@ class Step:
 
 def steps() -> list[Step]:
     """Return the numbered files in order."""
-    found = []
+    found: list[Step] = []
     for path in sorted(HERE.glob("[0-9][0-9][0-9][0-9]_*.sql")):
         sql = path.read_bytes()
         found.append(Step(path.stem, hashlib.sha256(sql).hexdigest(), sql))
@@ -73,7 +73,7 @@ def pending(connection: psycopg.Connection, known: Sequence[Step]) -> list[Step]
         if not cursor.execute(EXISTS).fetchone():
             return list(known)
         applied = dict(str(row).split(" ", 1) for row in cursor.execute(APPLIED))
-    missing = []
+    missing: list[Step] = []
     for step in known:
         if step.name not in applied:
             missing.append(step)
@@ -83,7 +83,7 @@ def pending(connection: psycopg.Connection, known: Sequence[Step]) -> list[Step]
     strangers = set(applied) - {step.name for step in known}
     if strangers:
         raise MigrationError(
-            f"the database has {sorted(strangers)[0]}, which this version does not know: "
+            f"the database has {min(strangers)}, which this version does not know: "
             "install the version that made it, or a newer one"
         )
     return missing

@@ -84,6 +84,12 @@ def database_url(servers: Servers, template: str) -> Iterator[str]:
     yield from _database(servers.database_url, template)
 
 
+@pytest.fixture(scope="module")
+def shared_database_url(servers: Servers, template: str) -> Iterator[str]:
+    """Give the same to all tests of a file, each of which finds it as the one before left it."""
+    yield from _database(servers.database_url, template)
+
+
 def _database(url: str, template: str) -> Iterator[str]:
     name = f"test_{next(_database_numbers)}"
     names = {"name": sql.Identifier(name), "template": sql.Identifier(template)}

@@ -1,4 +1,4 @@
-"""The operators' command line: python -m worker run QUEUE | sweep | up | demo | keys | targets | …"""
+"""The operators' command line: python -m worker run | sweep | up | demo | keys | targets."""
 
 import argparse
 import os

@@ -1,5 +1,4 @@
-"""`make demo`: the main job on real texts with a real model, watched to its end; then once more,
-with Redis emptied in the middle."""
+"""The main job on real texts with a real model, watched; then once more, with Redis emptied."""
 
 import json
 import os
@@ -8,11 +7,11 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, LiteralString
 
 from app.core import config
 from app.core.context import Context, open_context
@@ -33,7 +32,7 @@ TRUNCATE public.ai_insights, public.conversations, public.embedding_retry_queue,
          holdfast.jobs, holdfast.job_items, holdfast.job_counts, holdfast.item_attempts,
          holdfast.slices
 """
-FILL = {
+FILL: Mapping[str, LiteralString] = {
     FIRST: """INSERT INTO public.ai_insights (id, body)
               SELECT * FROM unnest(%(ids)s::bigint[], %(bodies)s::text[])""",
     SECOND: """INSERT INTO public.conversations (id, body)
@@ -61,6 +60,7 @@ class Text:
 def run(environ: Mapping[str, str]) -> int:
     """Run the demo; 0 where everything came out as it should."""
     home = Path(environ.get("HOLDFAST_HOME") or ".holdfast").absolute() / "demo"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is stopped
     try:
         with _running(home) as url:
             _show(url, home)
@@ -88,7 +88,7 @@ def _show(url: str, home: Path) -> None:
 
 
 @contextmanager
-def _running(home: Path) -> Iterator[str]:
+def _running(home: Path) -> Generator[str]:
     """Start everything as `make up` does, and give its URL."""
     ours = {"HOLDFAST_HOME": str(home), "PORT": "0"}
     theirs = {name: value for name, value in os.environ.items() if name not in _OURS_ALONE}  # noqa: TID251 - handed on, less what would aim at another database
@@ -179,7 +179,7 @@ def _watch(url: str, status_url: str, flush: Context | None) -> None:
 def _draw(job: dict[str, Any], shown: str) -> str:
     progress = job["progress"]
     full = round(BAR_CHARACTERS * progress["percent"] / 100)
-    eta = (progress["eta_seconds"] or {}).get("p50")
+    eta = progress["eta_seconds"] and progress["eta_seconds"]["p50"]
     line = f"   [{'#' * full}{'.' * (BAR_CHARACTERS - full)}] {progress['percent']:5.1f} %"
     line += f"  {job['counts']['done']}/{job['counts']['total']}"
     line += f"  {progress['rate_per_second']:.0f}/s" if progress["rate_per_second"] else ""

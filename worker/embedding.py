@@ -3,7 +3,8 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,6 +15,7 @@ from app.core.errors import (
     BellsUnavailable,
     ErrorClass,
     FailedItemsRemain,
+    HoldfastError,
     RequestFault,
     SinkFault,
     StoreUnavailable,
@@ -52,10 +54,10 @@ SLICE_SECONDS = 2.5
 TURN_SECONDS = 2.0
 """How long a bell works before it makes room for other jobs whose bells wait."""
 
-PROBE_SECONDS = 30.0
-"""How long a backend whose pause is over is left to the one who tries it."""
-
 BYTES_PER_TOKEN = 3
+
+SETTLE_SECONDS = 20.0
+"""What a bell keeps of its time limit for settling: no call may reach into it."""
 
 PAUSED_MESSAGE = "the backend was paused while the items were in hand"
 
@@ -83,7 +85,11 @@ def drain(horse: Horse, job_id: str, run: int) -> dict[str, int]:
     if job is None or job.state.is_final or run < job.run:
         return {"done": 0}
     settings = horse.context.settings
-    with Lease(horse.context.database, lease_seconds=settings.queue_visibility_timeout) as lease:
+    with Lease(
+        horse.context.database,
+        backend=horse.backend,
+        lease_seconds=settings.queue_visibility_timeout,
+    ) as lease:
         return _Drain(horse, job, registered, lease, pace).run()
 
 
@@ -118,23 +124,31 @@ class _Drain:
             allowance=self.ctx.settings.queue_max_retries,
         )
         self.backends: dict[str, fleet.Backend] = {}
-        self.proven: set[str] = set()
+        self.loaded: set[str] = set()
+        self.noted: set[str] = set()
         self.control: dict[str, WorkError | None] = {}
         self.halted: set[str] = set()
-        self.published_at = self.mark = time.monotonic()
+        self.call_seconds = 0.0
+        self.began = self.published_at = self.mark = time.monotonic()
 
     # ---- the turn ------------------------------------------------------------------------
 
     def run(self) -> dict[str, int]:
-        began = time.monotonic()
-        while self._slice():
+        is_over = False
+        while not is_over and self._slice():
             self._publish()
-            if self.horse.must_stop() or self._turn_is_over(time.monotonic() - began):
+            is_over = self.horse.must_stop() or self._turn_is_over()
+        finished = self._finished()
+        if finished is None:
+            if is_over:
                 rings.ring(self.ctx, self.job.id, bells=1, by="tail")
-                break
-        return self._end()
+            status.publish(self.ctx, self.job.id)
+        elif finished.state in (JobState.FAILED, JobState.COMPLETED_WITH_ERRORS):
+            raise FailedItemsRemain(finished.counts.failed, finished.counts.total)
+        return dict(self.counts)
 
-    def _turn_is_over(self, seconds: float) -> bool:
+    def _turn_is_over(self) -> bool:
+        seconds = time.monotonic() - self.began
         if seconds >= self.ctx.settings.queue_bell_seconds:
             return True
         if seconds < TURN_SECONDS or self.job.priority > 0:
@@ -153,17 +167,12 @@ class _Drain:
             self.published_at = time.monotonic()
             status.publish(self.ctx, self.job.id)
 
-    def _end(self) -> dict[str, int]:
-        settings = self.ctx.settings
-        finished = None
-        for job_id in [self.job.id, *sorted(self.others)]:
-            job = status.finish(self.ctx, job_id, ttl_seconds=settings.job_result_ttl_seconds)
-            finished = job if job_id == self.job.id else finished
-        if finished is None:
-            status.publish(self.ctx, self.job.id)
-        elif finished.state in (JobState.FAILED, JobState.COMPLETED_WITH_ERRORS):
-            raise FailedItemsRemain(finished.counts.failed, finished.counts.total)
-        return dict(self.counts)
+    def _finished(self) -> Job | None:
+        """Make final what is complete; return this bell's job where it was the one to do so."""
+        ttl_seconds = self.ctx.settings.job_result_ttl_seconds
+        for job_id in sorted(self.others):
+            status.finish(self.ctx, job_id, ttl_seconds=ttl_seconds)
+        return status.finish(self.ctx, self.job.id, ttl_seconds=ttl_seconds)
 
     # ---- one slice -----------------------------------------------------------------------
 
@@ -175,14 +184,13 @@ class _Drain:
         claims = self._claim()
         if not claims:
             return False
-        self.lease.hold(claims)
         left = {claim.item_id: claim for claim in claims}
         try:
             for answer in self._answers(claims):
                 self._settle_or_pause(answer)
                 for claim in answer.claims:
                     left.pop(claim.item_id)
-                self.lease.hold(list(left.values()))
+                self.lease.let_go(answer.claims)
         except Exception as exc:
             # Whatever it was, it goes on upwards (RQ's time limit is one of these); the items
             # are charged by name rather than by a lease that runs out.
@@ -191,20 +199,32 @@ class _Drain:
         return True
 
     def _claim(self) -> list[Claim]:
-        limit = self.pace
+        probed = None
         with self.ctx.database.transaction() as tx:
             self.backends = fleet.backends(tx, self.horse.backend)
             paused = {model for model, each in self.backends.items() if each.paused_since}
-            for model in sorted(paused):
-                seconds = PROBE_SECONDS + self._seconds(model)
-                if not self.backends[model].is_paused and fleet.take_probe(
-                    tx, self.horse.backend, model, seconds=seconds
-                ):
-                    # Half open: one item tells whether the rest may go on.
-                    paused = {target.model for target in self.targets.values()} - {model}
-                    limit = 1
-                    break
-            return items.claim(tx, self.terms, limit=limit, paused_models=sorted(paused))
+            self.loaded -= paused
+            claims = self._claim_due(tx, self.pace, paused)
+            if not claims:
+                probed, claims = self._claim_probe(tx, paused)
+        self.lease.hold(claims, probed=probed)
+        return claims
+
+    def _claim_due(self, tx: Tx, limit: int, paused: set[str]) -> list[Claim]:
+        return items.claim(tx, self.terms, limit=limit, paused_models=sorted(paused))
+
+    def _claim_probe(self, tx: Tx, paused: set[str]) -> tuple[str | None, list[Claim]]:
+        """Half open: one item tells whether the rest may go on, and one bell tries it."""
+        seconds = self.ctx.settings.queue_visibility_timeout
+        for model in sorted(paused):
+            if self.backends[model].is_paused:
+                continue
+            if fleet.take_probe(tx, self.horse.backend, model, seconds=seconds):
+                claims = self._claim_due(tx, 1, paused - {model})
+                if claims:
+                    return model, claims
+                fleet.leave_probe(tx, self.horse.backend, model)
+        return None, []
 
     def _answers(self, claims: Sequence[Claim]) -> Iterator[Answer]:
         by_model = sorted(claims, key=self._model)
@@ -247,9 +267,10 @@ class _Drain:
         if model in self.halted:
             yield Answer(claims, (), BackendFault(ErrorClass.UNREACHABLE, PAUSED_MESSAGE))
             return
-        began = time.monotonic()
         try:
             vectors = self._call(model, [claim.text for claim in claims])
+        except _NoTimeLeft:
+            yield _released(claims)
         except BackendFault as fault:
             yield self._whole_backend(model, claims, fault)
         except (RequestFault, AnswerFault) as fault:
@@ -258,20 +279,45 @@ class _Drain:
             else:
                 yield from self._narrow(model, claims, fault)
         else:
-            self._adjust(len(claims), time.monotonic() - began)
+            self._adjust(len(claims), self.call_seconds)
             yield Answer(claims, vectors)
 
     def _call(self, model: str, texts: Sequence[str]) -> list[list[float]]:
-        vectors = self.horse.embedder.embed(texts, model=model, seconds=self._seconds(model))
+        """Call the backend when it is this bell's turn, and check what it answers.
+
+        Raises _NoTimeLeft where the call could outlive the bell.
+        """
+        seconds = self._seconds(model)
+        with self._turn_to_call(self._seconds_left() - seconds):
+            began = time.monotonic()
+            vectors = self.horse.embedder.embed(texts, model=model, seconds=seconds)
+            self.call_seconds = time.monotonic() - began
         check_vectors(vectors, count=len(texts), dimension=self._dimension(model))
+        self.loaded.add(model)
         return vectors
+
+    @contextmanager
+    def _turn_to_call(self, seconds: float) -> Generator[None]:
+        """Wait until fewer calls than allowed are under way, over all workers."""
+        most = self.ctx.settings.embedder_max_calls
+        with self.ctx.database.session() as connection:
+            slot = fleet.take_call(connection, self.horse.backend, most=most, seconds=seconds)
+            if slot is None:
+                raise _NoTimeLeft
+            try:
+                yield
+            finally:
+                fleet.leave_call(connection, self.horse.backend, slot)
 
     def _seconds(self, model: str) -> float:
         settings = self.ctx.settings
         known = self.backends.get(model)
-        if model in self.proven or (known and known.is_warm):
+        if model in self.loaded or (known and known.is_warm):
             return settings.embedder_timeout_seconds
         return max(settings.embedder_load_seconds, settings.embedder_timeout_seconds)
+
+    def _seconds_left(self) -> float:
+        return self.began + self.ctx.bell_seconds - SETTLE_SECONDS - time.monotonic()
 
     def _dimension(self, model: str) -> int:
         return next(each.dimension for each in self.targets.values() if each.model == model)
@@ -281,26 +327,34 @@ class _Drain:
     ) -> Iterator[Answer]:
         """Halve what failed until one text stands alone; blame it only if a harmless one passes."""
         is_slow = fault.error_class is ErrorClass.SLOW
-        if isinstance(fault, RequestFault) and fault.is_size_limit and len(claims) > 1:
-            self._remember_limit(model, len(claims) // 2)
-        elif len(claims) == 1 or not (is_slow or fault.error_class is ErrorClass.BAD_INPUT):
-            shared = self._control(model)
+        is_size_limit = isinstance(fault, RequestFault) and fault.is_size_limit
+        middle = len(claims) // 2
+        if middle and (is_slow or is_size_limit):
+            self._remember_limit(model, middle)
+        is_plain = fault.error_class is ErrorClass.BAD_INPUT
+        if not middle or not (is_plain or is_size_limit):
+            try:
+                shared = self._control(model, afresh=not middle and not is_plain)
+            except _NoTimeLeft:
+                yield _released(claims)
+                return
             if shared is not None:
                 message = f"{fault.message} (so does a harmless text)"
                 worse = BackendFault(fault.error_class, message)
                 yield self._whole_backend(model, claims, worse)
                 return
-        if len(claims) == 1:
+        if not middle:
             yield Answer(claims, (), fault)
             return
-        if is_slow:
-            self.pace = max(1, len(claims) // 2)
-        middle = len(claims) // 2
         yield from self._embed(model, claims[:middle], again=True)
         yield from self._embed(model, claims[middle:], again=True)
 
-    def _control(self, model: str) -> WorkError | None:
-        if model not in self.control:
+    def _control(self, model: str, *, afresh: bool) -> WorkError | None:
+        """Return what is wrong with the backend for a harmless text, or None.
+
+        Asked once a slice, and `afresh` where the verdict on a text hangs on how it is now.
+        """
+        if afresh or model not in self.control:
             try:
                 self._call(model, [CONTROL_TEXT])
             except WorkError as exc:
@@ -312,7 +366,8 @@ class _Drain:
     def _whole_backend(self, model: str, claims: Sequence[Claim], fault: BackendFault) -> Answer:
         """Pause the backend, so that nobody pays for its fault and nobody hammers it."""
         self.halted.add(model)
-        self.proven.discard(model)
+        self.loaded.discard(model)
+        self.noted.discard(model)
         known = self.backends.get(model)
         seconds = backoff(known.tries if known else 0, cap_seconds=PAUSE_CAP_SECONDS)
         seconds = max(seconds, fault.retry_after_seconds or 0)
@@ -364,11 +419,14 @@ class _Drain:
         with self.ctx.database.transaction() as tx:
             held = items.hold(tx, answer.claims)
             outcomes = self._outcomes(tx, answer, held)
+            if answer.vectors:
+                # Before the settle: who tries a paused backend locks its row before any counts.
+                self._note_answer(tx, self._model(answer.claims[0]))
             settled = items.settle(tx, outcomes, leased_by=self.horse.leased_by)
             ids = [outcome.claim.item_id for outcome in outcomes]
             self.others |= items.other_jobs(tx, ids, job_id=self.job.id)
             if answer.vectors:
-                self._note_success(tx, self._model(answer.claims[0]), settled)
+                self._note_slice(tx, settled)
         self._count(outcomes, lost=len(answer.claims) - settled)
 
     def _outcomes(self, tx: Tx, answer: Answer, held: set[int]) -> list[Settlement]:
@@ -401,15 +459,18 @@ class _Drain:
 
         return [Settlement(claim, outcome(claim)) for claim, _ in pairs]
 
-    def _note_success(self, tx: Tx, model: str, settled: int) -> None:
-        # Not at each slice: all workers would wait for each other's update of one row.
+    def _note_answer(self, tx: Tx, model: str) -> None:
         known = self.backends.get(model)
-        if model not in self.proven and not (known and known.is_warm):
+        is_paused = bool(known and known.paused_since)
+        # Not at each slice: all workers would wait for each other's update of one row.
+        if is_paused or not (model in self.noted or (known and known.is_warm)):
             fleet.note_ok(tx, self.horse.backend, model)
-            if known and known.paused_since:
-                facts = {"event": "backend_resumed", "backend": self.horse.backend, "model": model}
-                log.info("backend answers again", extra=facts)
-        self.proven.add(model)
+        if is_paused:
+            facts = {"event": "backend_resumed", "backend": self.horse.backend, "model": model}
+            log.info("backend answers again", extra=facts)
+        self.noted.add(model)
+
+    def _note_slice(self, tx: Tx, settled: int) -> None:
         seconds, self.mark = time.monotonic() - self.mark, time.monotonic()
         fleet.note_slice(
             tx, job_id=self.job.id, backend=self.horse.backend, items=settled, seconds=seconds
@@ -448,11 +509,18 @@ class _Drain:
         if isinstance(exc, StoreUnavailable):
             error = BackendFault(ErrorClass.UNREACHABLE, exc.message)
         else:
-            log.exception(
-                "slice failed", extra={"event": "bell_end", "error_class": ErrorClass.INTERNAL}
-            )
+            facts = {"event": "bell_end", "error_class": ErrorClass.INTERNAL}
+            log.error("slice failed", exc_info=exc, extra=facts)
             error = WorkError(ErrorClass.INTERNAL, type(exc).__name__)
         try:
             self._settle(Answer(claims, (), error))
         except StoreUnavailable:
             log.warning("leases left to run out", extra={"event": "postgres_lost"})
+
+
+class _NoTimeLeft(HoldfastError):
+    """No time was left in this turn for another call."""
+
+
+def _released(claims: Sequence[Claim]) -> Answer:
+    return Answer(claims, (), BackendFault(ErrorClass.SLOW, _NoTimeLeft().message))

@@ -1,4 +1,4 @@
-"""Leases: a thread that prolongs what this horse holds while a call to the backend takes its time."""
+"""Leases: a thread that prolongs what this horse holds while a call takes its time."""
 
 import logging
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Self
 
 from app.core.errors import StoreUnavailable
 from app.core.model import Claim
-from app.core.store import items
+from app.core.store import fleet, items
 from app.core.store.database import Database
 
 log = logging.getLogger(__name__)
@@ -17,10 +17,12 @@ log = logging.getLogger(__name__)
 class Lease:
     """Extends the leases of the slice in hand each third of their time, until told to stop."""
 
-    def __init__(self, database: Database, *, lease_seconds: float) -> None:
+    def __init__(self, database: Database, *, backend: str, lease_seconds: float) -> None:
         self._database = database
+        self._backend = backend
         self._lease_seconds = lease_seconds
         self._held: tuple[Claim, ...] = ()
+        self._probed: str | None = None
         self._lock = Lock()
         self._stop = Event()
         self._thread = Thread(target=self._run, name="lease", daemon=True)
@@ -38,33 +40,42 @@ class Lease:
         self._stop.set()
         self._thread.join()
 
-    def hold(self, claims: Sequence[Claim]) -> None:
-        """Extend the leases of these items from now on, and no others."""
+    def hold(self, claims: Sequence[Claim], *, probed: str | None = None) -> None:
+        """Extend the leases of these items from now on, and no others.
+
+        `probed` is the model that is tried with them: its backend is left to this horse as long.
+        """
         with self._lock:
             self._held = tuple(claims)
+            self._probed = probed
+
+    def let_go(self, claims: Sequence[Claim]) -> None:
+        """Extend the leases of these items no longer: they are settled."""
+        gone = {claim.item_id for claim in claims}
+        with self._lock:
+            self._held = tuple(claim for claim in self._held if claim.item_id not in gone)
 
     def _run(self) -> None:
         while not self._stop.wait(self._lease_seconds / 3):
             with self._lock:
-                held = self._held
+                held, probed = self._held, self._probed
             if held:
-                self._extend(held)
+                self._extend(held, probed)
 
-    def _extend(self, held: tuple[Claim, ...]) -> None:
+    def _extend(self, held: tuple[Claim, ...], probed: str | None) -> None:
+        seconds = self._lease_seconds
+        ids, token = [claim.item_id for claim in held], held[0].lease_token
         try:
             with self._database.transaction() as tx:
-                extended = items.extend(
-                    tx,
-                    [claim.item_id for claim in held],
-                    held[0].lease_token,
-                    lease_seconds=self._lease_seconds,
-                )
+                if probed:
+                    fleet.extend_probe(tx, self._backend, probed, seconds=seconds)
+                extended = items.extend(tx, ids, token, lease_seconds=seconds)
         except StoreUnavailable as exc:
             # The fence decides later whether the leases outlived this.
             log.warning("leases not extended: %s", exc, extra={"event": "lease_lost"})
             return
-        if extended < len(held):
-            log.info(
-                "leases lost or settled",
-                extra={"event": "lease_lost", "items": len(held) - extended},
-            )
+        with self._lock:
+            lost = len(self._held) - extended if self._held == held else 0
+        if lost > 0:
+            facts = {"event": "lease_lost", "items": lost}
+            log.warning("leases lost while the call went on", extra=facts)

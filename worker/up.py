@@ -31,6 +31,7 @@ from worker import servers
 from worker.process import Process, StartError, can_lock, poll, read_proc, say
 
 TICK_SECONDS = 0.1
+GUNICORN = Path(__file__).parent.parent / "deploy" / "systemd" / "gunicorn.conf.py"
 SERVER_SECONDS = 60.0  # a database that was killed reads its log again before it answers
 READY_SECONDS = 180.0  # a worker loads its model before it says that it lives
 CONFIG_EXIT = 78
@@ -124,11 +125,7 @@ def _serve(crew: "Crew", settings: Settings, environ: dict[str, str]) -> NoRetur
 def _processes(crew: "Crew", settings: Settings, environ: Mapping[str, str]) -> list[Process]:
     """Return what serves, in the order of starting; it is stopped in the opposite one."""
     host, port = settings.host, int(environ["PORT"])
-    api = ["gunicorn", "app.web:create_app()", "--no-control-socket", "--worker-class", "gthread"]
-    api += ["--bind", f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
-    api += ["--threads", str(settings.web_threads)]
-    api += ["--graceful-timeout", "5"]  # a long poll would hold the stop for its whole wait
-    commands = {"api": api}
+    commands = {"api": ["gunicorn", "--config", str(GUNICORN), "app.web:create_app()"]}
     if settings.enable_queue_worker:
         commands["sweeper"] = ["worker", "sweep"]
         commands["worker-embeddings"] = ["worker", "run", "embeddings"]

@@ -29,16 +29,22 @@ def readiness(ctx: Context) -> Seen:
             alive = fleet.alive(tx)
             paused = _paused(fleet.backends(tx, ctx.settings.embedder))
     except StoreUnavailable as exc:
-        return Seen(False, {"status": "unavailable", "reason": f"postgres: {exc.message}"})
+        return Seen(
+            is_ready=False, shown={"status": "unavailable", "reason": f"postgres: {exc.message}"}
+        )
     if missing:
         reason = f"migrations: {', '.join(missing)} missing; run python -m migrations"
-        return Seen(False, {"status": "unavailable", "reason": reason})
+        return _unavailable(reason)
     degraded = [*redis_faults(ctx), *paused]
     if not alive.sweepers:
         degraded.append("no_sweeper")
     if not alive.workers:
         degraded.append(f"no_worker:{EMBEDDINGS}")
-    return Seen(True, {"status": "ok", "degraded": degraded})
+    return Seen(is_ready=True, shown={"status": "ok", "degraded": degraded})
+
+
+def _unavailable(reason: str) -> Seen:
+    return Seen(is_ready=False, shown={"status": "unavailable", "reason": reason})
 
 
 def _paused(backends: dict[str, fleet.Backend]) -> list[str]:
@@ -51,7 +57,7 @@ def redis_faults(ctx: Context) -> list[str]:
         facts = ctx.bells.facts()
     except BellsUnavailable:
         return ["redis"]
-    faults = []
+    faults: list[str] = []
     version = tuple(int(part) for part in re.findall(r"\d+", facts["version"])[:2])
     if version < OLDEST_REDIS:
         faults.append("redis_version")
@@ -86,7 +92,7 @@ def health(ctx: Context) -> Seen:
             ],
             "targets": "mismatch" if _mismatches(tx) else "ok",
         }
-    return Seen(True, {**ready.shown, **parts})
+    return Seen(is_ready=True, shown={**ready.shown, **parts})
 
 
 def _mismatches(tx: Tx) -> bool:

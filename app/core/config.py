@@ -28,6 +28,7 @@ def setting(
     """Declare one setting: its default, one sentence, and the values that it may have."""
     return field(
         default=default,
+        repr=not secret,
         metadata={"text": text, "least": least, "most": most, "words": words, "secret": secret},
     )
 
@@ -54,6 +55,9 @@ class Settings:
         "The same for the first call after a start or a pause: the model may have to be loaded.",
         least=0.1,
         most=1800,
+    )
+    embedder_max_calls: int = setting(
+        4, "Most calls to the backend at a time, over all workers.", least=1, most=1000
     )
     embedder_max_items: int = setting(1000, "Most texts in one call.", least=1, most=10000)
     embedder_max_tokens: int = setting(
@@ -97,7 +101,7 @@ class Settings:
     queue_project: str = setting("", "A worker with this set serves `embeddings-<project>` only.")
     enable_queue_worker: bool = setting(
         True, "Off: `worker run` and `worker sweep` leave at once with exit code 0."
-    )  # noqa: FBT003
+    )
     sweep_seconds: float = setting(15.0, "Seconds between two sweeps.", least=0.05, most=3600)
     job_result_ttl_seconds: int = setting(
         86400, "Seconds that a finished embedding job's result can be read.", least=1, most=31536000
@@ -170,7 +174,7 @@ def load(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings
     for item in fields(Settings):
         if item.name in values:
             continue
-        raw = _raw(source, item.name.upper(), faults)
+        raw = _raw(source, item.name.upper(), faults, is_secret=item.metadata["secret"])
         if raw is not None:
             _read(item.name, raw, values, faults)
     faults += _strangers(source)
@@ -181,8 +185,8 @@ def load(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings
     return settings
 
 
-def _raw(source: Mapping[str, str], name: str, faults: list[str]) -> str | None:
-    path = source.get(f"{name}_FILE")
+def _raw(source: Mapping[str, str], name: str, faults: list[str], *, is_secret: bool) -> str | None:
+    path = source.get(f"{name}_FILE") if is_secret else None
     if path:
         try:
             return Path(path).read_text("utf-8").strip()
@@ -230,14 +234,14 @@ _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 def _strangers(source: Mapping[str, str]) -> list[str]:
     known = {item.name.upper() for item in fields(Settings)}
-    known |= {f"{name}_FILE" for name in known}
-    faults = []
+    known |= {f"{item.name.upper()}_FILE" for item in fields(Settings) if item.metadata["secret"]}
+    faults: list[str] = []
     for name in source:
         if name in known or len(name) < 6:  # noqa: PLR2004 - HOST and PORT are too near to too much
             continue
-        for near in get_close_matches(name, known, n=1, cutoff=0.85):
-            if _distance(name, near) <= 2:  # noqa: PLR2004 - one or two letters
-                faults.append(f"{name}: unknown; did you mean {near}?")
+        near = get_close_matches(name, known, n=1, cutoff=0.85)
+        if near and _distance(name, near[0]) <= 2:  # noqa: PLR2004 - one or two letters
+            faults.append(f"{name}: unknown; did you mean {near[0]}?")
     return faults
 
 
@@ -258,18 +262,7 @@ def _distance(one: str, other: str) -> int:
 
 
 def _contradictions(settings: Settings) -> list[str]:
-    faults = []
-    for name, schemes in (
-        ("database_url", ("postgresql", "postgres")),
-        ("redis_url", ("redis", "rediss", "unix")),
-    ):
-        url = getattr(settings, name)
-        if not url:
-            faults.append(f"{name.upper()}: must be set")
-        elif urlsplit(url).scheme not in schemes:
-            faults.append(f"{name.upper()}: must begin with {schemes[0]}://")
-    if urlsplit(settings.embedder_url).scheme not in ("http", "https"):
-        faults.append("EMBEDDER_URL: must begin with http:// or https://")
+    faults = _address_faults(settings)
     for name in ("rq_key_prefix", "queue_project"):
         value = getattr(settings, name)
         if value and not NAME.fullmatch(value):
@@ -279,3 +272,29 @@ def _contradictions(settings: Settings) -> list[str]:
     if settings.cleanup_job_days < settings.cleanup_done_days:
         faults.append("CLEANUP_JOB_DAYS: must not be less than CLEANUP_DONE_DAYS")
     return faults
+
+
+def _address_faults(settings: Settings) -> list[str]:
+    faults: list[str] = []
+    for name, schemes in (
+        ("database_url", ("postgresql", "postgres")),
+        ("redis_url", ("redis", "rediss", "unix")),
+    ):
+        url = getattr(settings, name)
+        if not url:
+            faults.append(f"{name.upper()}: must be set")
+        else:
+            faults += _url_faults(name.upper(), url, schemes)
+    faults += _url_faults("EMBEDDER_URL", settings.embedder_url, ("http", "https"))
+    return faults
+
+
+def _url_faults(name: str, url: str, schemes: tuple[str, ...]) -> list[str]:
+    # The URL itself is not shown: it may hold a password.
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError:
+        return [f"{name}: is not a URL"]
+    if scheme not in schemes:
+        return [f"{name}: must begin with {' or '.join(f'{scheme}://' for scheme in schemes)}"]
+    return []

@@ -21,10 +21,13 @@ class Context:
 
     @property
     def bell_seconds(self) -> float:
-        """How long RQ lets one bell run: its budget, the longest slice, and a margin."""
+        """How long RQ lets one bell run: its budget, the longest slice, and a margin.
+
+        A slice may wait for a model to be loaded, and then try whether a harmless text passes.
+        """
         settings = self.settings
-        longest = max(settings.embedder_load_seconds, settings.embedder_timeout_seconds)
-        return settings.queue_bell_seconds + longest + 40
+        call = settings.embedder_timeout_seconds
+        return settings.queue_bell_seconds + max(settings.embedder_load_seconds, call) + call + 40
 
     def close(self) -> None:
         """Close what is open."""

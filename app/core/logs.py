@@ -48,7 +48,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _frames(record: logging.LogRecord) -> list[str]:
-    frames = []
+    frames: list[str] = []
     step = record.exc_info[2] if record.exc_info else None
     while step is not None:
         code = step.tb_frame.f_code

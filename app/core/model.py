@@ -20,7 +20,7 @@ from app.core.errors import (
 BACKOFF_BASE_SECONDS = 1.0
 BACKOFF_CAP_SECONDS = 300.0
 PAUSE_CAP_SECONDS = 60.0
-FLOAT32_MAX = 3.4028234e38
+FLOAT32_MAX, FLOAT32_MIN = 3.4028234e38, 1.1754944e-38
 
 EMBEDDINGS = "embeddings"
 """The queue of embedding bells; a project's own is `embeddings-<project>`."""
@@ -290,10 +290,14 @@ def _vector_problem(vector: Sequence[float], dimension: int) -> str | None:
         return f"{len(vector)} dimensions where the target has {dimension}"
     if not set(map(type, vector)) <= {float, int}:
         return "an element is not a number"
-    norm = math.hypot(*vector)  # inf or nan as soon as one element is
+    try:
+        norm = math.hypot(*vector)  # inf or nan as soon as one element is
+    except OverflowError:  # a whole number beyond any float
+        norm = math.inf
     if not norm < FLOAT32_MAX:
         return "an element is not finite"
-    if norm == 0:
+    # Vectors are stored in 32 bits, where less than this is nothing.
+    if norm < FLOAT32_MIN:
         return "all elements are zero"
     return None
 

@@ -84,9 +84,13 @@ def find(shelf: str, name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if not attribute:
         module_name, attribute = f"app.adapters.{shelf}.{name}", "build"
-    try:
-        if not name.replace(":", "").replace(".", "").isidentifier() or not find_spec(module_name):
-            raise ModuleNotFoundError(module_name)
-    except ModuleNotFoundError:
-        raise ConfigError([f"there is no adapter {name!r} on the shelf {shelf!r}"]) from None
+    if not _exists(module_name):
+        raise ConfigError([f"there is no adapter {name!r} on the shelf {shelf!r}"])
     return cast("Callable[..., Any]", getattr(import_module(module_name), attribute))
+
+
+def _exists(module_name: str) -> bool:
+    try:
+        return module_name.replace(".", "").isidentifier() and bool(find_spec(module_name))
+    except ModuleNotFoundError:
+        return False

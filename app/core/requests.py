@@ -10,15 +10,20 @@ from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from app.core.errors import Fault, InvalidRequest
 from app.core.model import NewItem, Target
 
 METADATA_BYTES = 16384
+METADATA_LEVELS = 100
 PROJECT = r"^[A-Za-z0-9_-]{0,64}$"
+NO_NUL = r"^[^\x00]*$"
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 INTEGER_BITS = {"bigint": 63, "integer": 31, "smallint": 15}
 ID_CHARACTERS = 512
+FIELD_CHARACTERS = 60
+"""As much of an unknown field's name as is told."""
 
 Shape = TypeVar("Shape", bound=BaseModel)
 
@@ -60,7 +65,13 @@ class Requeue(BaseModel):
 
     model_config = _STRICT
 
-    reason: Annotated[str, Field(max_length=500)] | None = None
+    reason: Annotated[str, Field(max_length=500, pattern=NO_NUL)] | None = None
+
+
+class Nothing(BaseModel):
+    """The body of a call that takes none."""
+
+    model_config = _STRICT
 
 
 def parse(shape: type[Shape], value: Any) -> Shape:  # noqa: ANN401
@@ -83,6 +94,7 @@ _CODES = {
     "missing": ("missing", "is required"),
     "extra_forbidden": ("unknown_field", "is not a field of this call"),
     "string_type": ("wrong_type", "must be a string"),
+    "string_unicode": ("wrong_form", "holds half of a surrogate pair, which is no character"),
     "int_type": ("wrong_type", "must be an integer"),
     "bool_type": ("wrong_type", "must be true or false"),
     "list_type": ("wrong_type", "must be an array"),
@@ -102,13 +114,20 @@ def faults_of(
     """Name the faults that a check found; never with the value itself."""
     found: dict[str, Fault] = {}
     for each in error.errors(include_url=False, include_input=False, include_context=False):
-        # Of a union's branches only the first says something, and its name is no field.
-        place = [str(part) for part in each["loc"] if part not in ("int", "str")]
-        place = [part for part in place if not part.startswith("constrained-")]
-        field = ".".join(place) or None
-        code, message = _CODES.get(each["type"], ("invalid", each["msg"]))
+        # Every shape is flat: what follows the field is the branch of a union, and its first one
+        # says enough.
+        field = str(each["loc"][0])[:FIELD_CHARACTERS] if each["loc"] else None
+        code, message = _said(field, each)
         found.setdefault(field or "", _fault(index, field, code, message, is_line=is_line))
     return list(found.values())
+
+
+def _said(field: str | None, found: ErrorDetails) -> tuple[str, str]:
+    if field is None and found["type"] == "string_unicode":
+        return "unknown_field", "the name of a field holds half of a surrogate pair"
+    if field == "target_id" and found["type"] == "string_type":
+        return "wrong_type", "must be a string or an integer"
+    return _CODES.get(found["type"], ("invalid", found["msg"]))
 
 
 def _fault(
@@ -255,19 +274,29 @@ def _metadata_problems(metadata: dict[str, Any] | None) -> list[_Problem]:
     return []
 
 
-def _unstorable(value: Any) -> str | None:  # noqa: ANN401
-    match value:
-        case str():
-            return None if _is_storable(value) else "holds characters that cannot be stored"
-        case float():
-            return None if math.isfinite(value) else "holds a number that is not finite"
-        case dict():
-            parts = [*value.keys(), *value.values()]
-        case list():
-            parts = value
-        case _:
+def _unstorable(metadata: dict[str, Any]) -> str | None:
+    # Level by level and not by recursion: how deep it goes is the caller's choice.
+    level: list[Any] = [metadata]
+    for _ in range(METADATA_LEVELS + 1):
+        for value in level:
+            if isinstance(value, str) and not _is_storable(value):
+                return "holds characters that cannot be stored"
+            if isinstance(value, float) and not math.isfinite(value):
+                return "holds a number that is not finite"
+        level = [part for value in level for part in _parts(value)]
+        if not level:
             return None
-    return next((found for part in parts if (found := _unstorable(part))), None)
+    return f"is nested deeper than {METADATA_LEVELS} levels"
+
+
+def _parts(value: Any) -> list[Any]:  # noqa: ANN401
+    match value:
+        case dict():
+            return [*value.keys(), *value.values()]
+        case list():
+            return value
+        case _:
+            return []
 
 
 def _is_storable(text: str) -> bool:

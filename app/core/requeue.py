@@ -31,6 +31,8 @@ def requeue(ctx: Context, caller: Caller, job_id: str, why: Why) -> dict[str, An
     with ctx.database.transaction() as tx:
         jobs.lock(tx, job_id)
         job = _own(tx, caller, job_id)
+        if job.cancelled_at and not job.state.is_final:
+            raise NothingToRequeue("the job is being cancelled: requeue it when it is final")
         jobs.reopen(tx, job_id)
         count = items.revive(tx, job_id)
         if not count:
@@ -46,7 +48,8 @@ def requeue(ctx: Context, caller: Caller, job_id: str, why: Why) -> dict[str, An
     status.publish(ctx, job_id)
     facts = {"event": "requeued", "job_id": job_id, "client": caller.client, "items": count}
     log.info("failed items requeued", extra={**facts, "reason": why.via})
-    return {"job_id": job_id, "requeued": count, "state": JobState.QUEUED}
+    state = JobState.QUEUED if job.state.is_final else job.state
+    return {"job_id": job_id, "requeued": count, "state": state}
 
 
 def cancel(ctx: Context, caller: Caller, job_id: str) -> bytes:

@@ -19,7 +19,7 @@ def ring(ctx: Context, job_id: str, *, bells: int, by: str) -> int:
 
 
 def wanted(ctx: Context, items: int, alive: fleet.Alive, project: str) -> int:
-    """Return how many bells so many items are worth: no more than there are workers to hear them."""
+    """Return how many bells so many items are worth: no more than there are workers."""
     workers = alive.workers.get(queue_for(project, frozenset(alive.workers)), 0)
     settings = ctx.settings
     most = min(settings.queue_bells_per_job, max(1, workers))
@@ -27,7 +27,7 @@ def wanted(ctx: Context, items: int, alive: fleet.Alive, project: str) -> int:
 
 
 def push(ctx: Context, rings: Rings, alive: fleet.Alive, *, by: str) -> int:
-    """Push bells whose numbers are committed; never raises: the sweeper rings what was not heard."""
+    """Push bells whose numbers are committed; never raises: the sweeper rings what is lost."""
     queue = queue_for(rings.project, frozenset(alive.workers))
     facts = {"job_id": rings.job_id, "queue": queue, "reason": by}
     try:

@@ -1,5 +1,7 @@
 """What is said of jobs: the job itself, its items, its result; from Redis where that is fresh."""
 
+import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -12,6 +14,7 @@ import orjson
 from app.core.context import Context
 from app.core.errors import (
     BellsUnavailable,
+    Fault,
     InvalidRequest,
     JobNotFinished,
     JobNotFound,
@@ -25,6 +28,7 @@ from app.core.store.database import Tx
 
 STREAM_BLOCK = 500
 LOOK_SECONDS = 1.0
+CURSOR = re.compile(r"(\d{4}-\d\d-\d\dT[0-9:.]{8,15}\+00:00)~([a-z0-9-]{1,64})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,7 @@ def _described(ctx: Context, tx: Tx, job: Job) -> dict[str, Any]:
             "percent": round(100 * finished / counts.total, 1) if counts.total else 100.0,
             "stage": "embedding",
             "rate_per_second": round(speed, 1),
-            "eta_seconds": None if is_final else _eta(ctx, tx, job),
+            "eta_seconds": None if is_final else estimate(tx, job),
         },
         "waiting": None if is_final else _waiting(ctx, tx, job),
         "errors": job.errors if is_final else _errors(tx, job),
@@ -194,14 +198,8 @@ def _errors(tx: Tx, job: Job) -> list[dict[str, Any]]:
     return jobs.errors(tx, job.id) if job.counts.failed else []
 
 
-def _eta(ctx: Context, tx: Tx, job: Job) -> dict[str, int] | None:
-    return estimate(ctx, tx, job.counts.open, project=job.project, job_id=job.id)
-
-
-def estimate(
-    ctx: Context, tx: Tx, open_items: int, *, project: str, job_id: str
-) -> dict[str, int] | None:
-    """Estimate in how many seconds so many items are done, what is ahead of them included.
+def estimate(tx: Tx, job: Job) -> dict[str, int] | None:
+    """Estimate in how many seconds a job is done, what is ahead of it included.
 
     From the cost of recent slices and the workers alive; None without history.
     """
@@ -209,10 +207,10 @@ def estimate(
     if cost is None:
         return None
     workers = fleet.alive(tx).workers
-    served = max(1, workers.get(queue_for(project, frozenset(workers)), 0))
-    ahead = jobs.ahead(tx, job_id)
+    served = max(1, workers.get(queue_for(job.project, frozenset(workers)), 0))
+    ahead = jobs.ahead(tx, job.id)
     # Jobs take turns, so what is ahead costs at most as many items as this job has itself.
-    load = open_items + min(ahead.items, open_items * ahead.jobs)
+    load = job.counts.open + min(ahead.items, job.counts.open * ahead.jobs)
     return {"p50": round(load * cost.p50 / served), "p90": round(load * cost.p90 / served)}
 
 
@@ -230,7 +228,7 @@ def _waiting(ctx: Context, tx: Tx, job: Job) -> dict[str, Any] | None:
     paused = [
         each for each in fleet.backends(tx, ctx.settings.embedder).values() if each.paused_since
     ]
-    models = items.models(tx, job.id) if paused else set()
+    models: set[str] = items.models(tx, job.id) if paused else set()
     for each in paused:
         if each.model in models:
             detail = f"{ctx.settings.embedder} {each.model}: {each.error_class}: {each.message}"
@@ -321,7 +319,7 @@ def readable(tx: Tx, caller: Caller, job_id: str) -> Job:
 def stream(
     ctx: Context, caller: Caller, sink: PrimarySink, job_id: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield every outcome of a finished job; the checks are done before the first line is asked for."""
+    """Yield every outcome of a finished job; it is checked before the first line is asked for."""
     with ctx.database.transaction() as tx:
         job = readable(tx, caller, job_id)
     return _stream(ctx, sink, job)
@@ -357,7 +355,8 @@ def _line(row: dict[str, Any], vectors: dict[tuple[str, str, str], list[float]])
         "outcome": outcome,
     }
     if row["metadata"] is not None:
-        line["metadata"] = row["metadata"]
+        # Postgres writes 1e300 out as an integer. As none beyond 64 bits gets in, it was a float.
+        line["metadata"] = orjson.loads(json.dumps(row["metadata"]))
     if outcome == "failed":
         line["error_class"] = error_class
     if outcome == "done" and _key(row) in vectors:
@@ -400,8 +399,12 @@ def cursor_of_jobs(text: str | None) -> tuple[datetime | None, str | None]:
     """Read the cursor of a list of jobs; raises InvalidRequest."""
     if text is None:
         return None, None
-    at, _, job_id = text.partition("~")
+    found = CURSOR.fullmatch(text.replace(" ", "+"))  # what a URL makes of a bare +
     try:
-        return datetime.fromisoformat(at.replace(" ", "+")), job_id
-    except ValueError:
-        raise InvalidRequest("cursor: not one that a list gave") from None
+        if found:
+            return datetime.fromisoformat(found[1]), found[2]
+    except ValueError:  # the 31st of February
+        pass
+    message = "must be one that a list gave"
+    fault = Fault("wrong_form", message, "cursor")
+    raise InvalidRequest(f"cursor: {message}", faults=[fault])

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -19,6 +19,7 @@ from app.core.errors import (
     InvalidRequest,
     KeyInUse,
     KeyReused,
+    StoreUnavailable,
     TooManyQueued,
 )
 from app.core.model import Caller, Job, NewItem, Rings
@@ -35,6 +36,18 @@ MERGE_TIMEOUT = "SET LOCAL statement_timeout = '15min'"
 """A stream of a million items is merged in one statement."""
 
 
+class Fingerprint(Protocol):
+    """A hash under way."""
+
+    def update(self, data: bytes, /) -> None:
+        """Take in more of the body."""
+        ...
+
+    def digest(self) -> bytes:
+        """Return the hash of what was taken in."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Incoming:
     """A batch as it arrives: its options, its items one by one, and how to treat the bad ones."""
@@ -48,7 +61,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class RepeatKey:
-    """An Idempotency-Key and what the request hashes to; the hash of a stream is known at its end."""
+    """An Idempotency-Key, and what the request hashes to: of a stream that is known at its end."""
 
     key: str
     fingerprint: Any
@@ -92,10 +105,18 @@ def submit(
         _refuse_faults(checked, incoming)
         with connection.transaction():
             stored = _merge(ctx, connection, caller, incoming, checked, key)
+    _announce(ctx, stored)
+    return stored.submitted
+
+
+def _announce(ctx: Context, stored: "_Stored") -> None:
     if stored.rings:
         rings.push(ctx, stored.rings, stored.alive, by="submit")
-    status.publish(ctx, stored.submitted.job_id)
-    return stored.submitted
+    job_id = stored.submitted.job_id
+    try:
+        status.publish(ctx, job_id)
+    except StoreUnavailable as exc:  # the batch is committed, so its 202 is true all the same
+        log.warning("job not shown: %s", exc, extra={"event": "postgres_lost", "job_id": job_id})
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -118,14 +139,18 @@ def _collect(ctx: Context, connection: Tx, caller: Caller, incoming: Incoming) -
     good = _good_items(rules, incoming.values, checked)
     while block := list(islice(good, COPY_BLOCK)):
         items.copy_in(connection, block)
-    repeated = items.repeated_custom_ids(connection, limit=FAULTS_SHOWN)
-    for position in repeated:
-        line = position + 1 if incoming.is_stream else None
-        message = "stands earlier in this batch"
-        fault = Fault("custom_id_repeated", message, "custom_id", position, line)
-        checked.refuse([fault])
-    items.drop_incoming(connection, repeated)
+    _refuse_repeated(connection, incoming, checked)
     return checked
+
+
+def _refuse_repeated(connection: Tx, incoming: Incoming, checked: _Checked) -> None:
+    while repeated := items.repeated_custom_ids(connection, limit=FAULTS_SHOWN):
+        for position in repeated:
+            line = position + 1 if incoming.is_stream else None
+            message = "stands earlier in this batch"
+            fault = Fault("custom_id_repeated", message, "custom_id", position, line)
+            checked.refuse([fault])
+        items.drop_incoming(connection, repeated)
 
 
 def _good_items(rules: Rules, values: Iterable[Any], checked: _Checked) -> Iterator[NewItem]:
@@ -181,7 +206,7 @@ def _merge(  # noqa: PLR0913 - the one place where everything of a POST comes to
     if job is None:  # inserted above
         raise AssertionError
     alive = fleet.alive(tx)
-    answer = _answer(ctx, tx, job, checked, accepted)
+    answer = _answer(tx, job, checked, accepted)
     if key:
         jobs.keep_answer(tx, key, job_id=job_id, answer=answer.decode())
     taken = None
@@ -203,8 +228,8 @@ def _refuse_too_many(ctx: Context, tx: Tx, caller: Caller, good: int) -> None:
         )
 
 
-def _answer(ctx: Context, tx: Tx, job: Job, checked: _Checked, accepted: int) -> bytes:
-    seconds = status.estimate(ctx, tx, job.counts.open, project=job.project, job_id=job.id)
+def _answer(tx: Tx, job: Job, checked: _Checked, accepted: int) -> bytes:
+    seconds = status.estimate(tx, job)
     link = f"/api/job/{job.id}"
     return orjson.dumps(
         {
@@ -265,6 +290,6 @@ def fingerprint_of(path: str, query: bytes, body: bytes) -> bytes:
     return begin_fingerprint(path, query, body).digest()
 
 
-def begin_fingerprint(path: str, query: bytes, body: bytes = b"") -> "hashlib._Hash":
+def begin_fingerprint(path: str, query: bytes, body: bytes = b"") -> Fingerprint:
     """Begin the fingerprint of a request whose body, or the rest of it, is still to come."""
     return hashlib.sha256(b"\0".join((path.encode(), query, body)))

@@ -3,20 +3,25 @@
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import orjson
 from flask import Response, request
+from werkzeug.exceptions import BadRequest
 
 from app.core.errors import Fault, InvalidRequest, MalformedJson, TooLarge, UnsupportedMediaType
 
 READ_BYTES = 65536
+SMALL_BODY_BYTES = 65536
 LINE_EXTRA_BYTES = 65536
 """What a line may have beyond its text: the ids, and metadata of 16 KB with every byte escaped."""
 
-# Whatever is no string in a JSON text: finds the bare words that JSON does not have.
-TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|(NaN|-?Infinity)', re.DOTALL)
+CUT_OFF = "the body ended before it was complete"
+
+# Finds the bare words that JSON does not have. Possessive: what it has passed it does not keep.
+TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|(NaN|-?Infinity)', re.DOTALL)
 
 
 def require_type(*wanted: str) -> str:
@@ -33,16 +38,31 @@ def require_type(*wanted: str) -> str:
 
 def read(limit_bytes: int, limit_name: str) -> bytes:
     """Read the whole body, chunked or not; raises TooLarge past the limit."""
-    if (request.content_length or 0) > limit_bytes:
-        raise TooLarge(f"the body is over {limit_name} = {limit_bytes} bytes")
-    parts: list[bytes] = []
-    size = 0
-    while part := request.stream.read(READ_BYTES):
+    return b"".join(_parts(limit_bytes, limit_name))
+
+
+def _parts(limit_bytes: int, limit_name: str) -> Iterator[bytes]:
+    """Yield the body as it comes; raises TooLarge, and BadRequest where its end never came."""
+    size, told = 0, request.content_length
+    too_large = TooLarge(f"the body is over {limit_name} = {limit_bytes} bytes")
+    if (told or 0) > limit_bytes:
+        raise too_large
+    while part := _next_part():
         size += len(part)
         if size > limit_bytes:
-            raise TooLarge(f"the body is over {limit_name} = {limit_bytes} bytes")
-        parts.append(part)
-    return b"".join(parts)
+            raise too_large
+        yield part
+    # gunicorn ends a body quietly where its client went away: half a batch is not to be stored.
+    if size < (told or 0):
+        raise BadRequest(CUT_OFF)
+
+
+def _next_part() -> bytes:
+    try:
+        return request.stream.read(READ_BYTES)
+    except Exception as exc:
+        # Each server has its own errors for bad chunks and for clients that went away.
+        raise BadRequest(CUT_OFF) from exc
 
 
 def parse(body: bytes) -> Any:  # noqa: ANN401
@@ -78,8 +98,9 @@ def _refuse_constant(name: str) -> NoReturn:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(
+            name for name, times in Counter(name for name, _ in pairs).items() if times > 1
+        )
         raise MalformedJson(f"the name {ascii(twice[:40])} stands twice in one object")
     return found
 
@@ -109,13 +130,9 @@ def _split(
     line_bytes: int, limit_bytes: int, seconds: float, seen: Callable[[bytes], None]
 ) -> Iterator[bytes]:
     ends = time.monotonic() + seconds
-    size = 0
     rest = b""
-    while part := request.stream.read(READ_BYTES):
+    for part in _parts(limit_bytes, "max_stream_bytes"):
         seen(part)
-        size += len(part)
-        if size > limit_bytes:
-            raise TooLarge(f"the body is over max_stream_bytes = {limit_bytes} bytes")
         if time.monotonic() > ends:
             raise InvalidRequest(f"the body took longer than {seconds:g} seconds to arrive")
         *whole, rest = (rest + part).split(b"\n")

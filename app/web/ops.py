@@ -6,7 +6,7 @@ from flask import Blueprint, Response, current_app
 
 from app.core import checks
 from app.core.context import Context
-from app.core.requests import METADATA_BYTES
+from app.core.requests import ID_CHARACTERS, METADATA_BYTES, METADATA_LEVELS
 from app.web import body
 from app.web.auth import needs
 
@@ -19,7 +19,7 @@ def _ctx() -> Context:
 
 @blueprint.get("/livez")
 def livez() -> Response:
-    """This process answers; nothing else is asked."""
+    """Say that this process answers; nothing else is asked."""
     return body.answer({"status": "ok"})
 
 
@@ -32,7 +32,7 @@ def readyz() -> Response:
 
 @blueprint.get("/health")
 def health() -> Response:
-    """The same for people: the state of every part."""
+    """Answer the same for people: the state of every part."""
     seen = checks.health(_ctx())
     return body.answer(seen.shown, 200 if seen.is_ready else 503)
 
@@ -51,7 +51,10 @@ def limits() -> Response:
             "stream_seconds": settings.stream_seconds,
             "line_bytes": settings.max_text_bytes * 6 + body.LINE_EXTRA_BYTES,
             "max_text_bytes": settings.max_text_bytes,
+            "small_body_bytes": body.SMALL_BODY_BYTES,
+            "target_id_characters": ID_CHARACTERS,
             "metadata_bytes": METADATA_BYTES,
+            "metadata_levels": METADATA_LEVELS,
             "custom_id_characters": 128,
             "idempotency_key_characters": 255,
             "items_page": 5000,

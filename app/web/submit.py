@@ -1,5 +1,7 @@
 """POST /api/embeddings, as JSON and as a stream of lines."""
 
+import logging
+import re
 from threading import BoundedSemaphore
 from typing import Any, cast
 
@@ -7,12 +9,14 @@ from flask import Blueprint, Response, current_app, g, request
 
 from app.core import status, submission
 from app.core.context import Context
-from app.core.errors import Fault, InvalidRequest, TooManyQueued
+from app.core.errors import Fault, InvalidRequest, StoreUnavailable, TooManyQueued
 from app.core.ports import PrimarySink
 from app.core.requests import BatchOptions, EmbeddingBatch, parse
 from app.core.submission import Incoming, RepeatKey, Submitted
 from app.web import body
 from app.web.auth import needs
+
+log = logging.getLogger(__name__)
 
 blueprint = Blueprint("submit", __name__)
 
@@ -21,6 +25,7 @@ LINES = "application/x-ndjson"
 OPTIONS = ("model", "embedding_version", "project", "priority", "return_vectors")
 KEY_CHARACTERS = 255
 WAIT_MOST = 55
+WAIT_DIGITS = re.compile("[0-9]{1,9}")
 PAGE = 1000
 
 
@@ -31,7 +36,13 @@ def embeddings() -> Response:
     ctx = cast("Context", current_app.extensions["context"])
     is_stream = body.require_type(JSON, LINES) == LINES
     submitted = _stream(ctx) if is_stream else _batch(ctx)
-    return _waited(ctx, submitted) or _accepted(submitted)
+    try:
+        return _waited(ctx, submitted) or _accepted(submitted)
+    except StoreUnavailable as exc:
+        # The batch is stored: whatever happens from here on, its 202 is true.
+        facts = {"event": "postgres_lost", "job_id": submitted.job_id}
+        log.warning("not waited for: %s", exc, extra=facts)
+        return _accepted(submitted)
 
 
 def _accepted(submitted: Submitted) -> Response:
@@ -122,7 +133,8 @@ def _waited(ctx: Context, submitted: Submitted) -> Response | None:
 
 def _preferred_wait() -> int | None:
     for preference in request.headers.get("Prefer", "").split(","):
-        name, _, value = preference.strip().partition("=")
-        if name.strip().lower() == "wait" and value.strip().isdecimal():
+        name, _, value = (part.strip() for part in preference.partition("="))
+        # A preference that is not understood is ignored, as RFC 7240 has it.
+        if name.lower() == "wait" and WAIT_DIGITS.fullmatch(value):
             return min(int(value), WAIT_MOST)
     return None

@@ -7,7 +7,8 @@ from app.core import config
 
 _settings = config.load()
 
-bind = f"{_settings.host}:{_settings.port}"
+_host = f"[{_settings.host}]" if ":" in _settings.host else _settings.host
+bind = f"{_host}:{_settings.port}"
 worker_class = "gthread"
 # One process by default: it is the threads that wait for Postgres; more processes with
 # `--workers`, each with its own pool.

@@ -163,6 +163,10 @@ def test_what_dies_is_named_and_started_again(
     assert victim not in _processes_of(shared_home)
 
 
+def _runs(running: Running, name: str) -> bool:
+    return any(name in _command(pid) for pid in running.children)
+
+
 def _command(pid: int) -> str:
     return read_proc(pid, "cmdline").replace("\0", " ")
 
@@ -259,7 +263,7 @@ def test_killed_it_takes_everything_with_it(up: Up, home: Path) -> None:
     wait_for(lambda: _processes_of(home) == [], 30)
 
 
-def test_servers_of_ones_own_are_used_as_they_are(
+def test_servers_of_ones_own_are_used_as_they_are_and_workers_can_be_left_out(
     up: Up, home: Path, empty_database_url: str, redis_url: str, servers: Servers
 ) -> None:
     assert servers.database_url != empty_database_url
@@ -273,16 +277,9 @@ def test_servers_of_ones_own_are_used_as_they_are(
     with psycopg.connect(empty_database_url) as connection:
         demo = connection.execute("SELECT to_regclass('ai_insights')").fetchone()
     assert demo == (None,)
-
-
-def test_without_workers_it_is_ready_all_the_same(up: Up) -> None:
-    running = up(ENABLE_QUEUE_WORKER="false")
-    _ready_url(running)
-
-    commands = [_command(pid) for pid in running.children]
-
-    assert not [command for command in commands if "worker run" in command]
-    assert not [command for command in commands if "worker sweep" in command]
+    assert _runs(running, "gunicorn")
+    assert not _runs(running, "worker run")
+    assert not _runs(running, "worker sweep")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

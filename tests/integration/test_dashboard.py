@@ -395,6 +395,25 @@ def test_a_look_at_the_workers_gives_the_api_no_more_patience(site: Site) -> Non
     assert site.link.connection_pool.connection_kwargs["socket_timeout"] == ANSWER_SECONDS
 
 
+def test_a_worker_whose_bell_is_gone_is_shown_all_the_same(site: Site) -> None:
+    worker = busy_worker(site, site.ring())
+    site.link.delete(f"rq:job:{BELL}")
+
+    shown = site.ask("/rq/0/data/workers.json").get_json()["workers"]
+
+    assert [(each["name"], each["current_job"]) for each in shown] == [(worker.name, "idle")]
+
+
+def test_a_bell_depends_on_nothing_whatever_stands_beside_it(site: Site) -> None:
+    bell = site.ring()
+    site.link.sadd(bell.dependencies_key, "rq:job:another")
+
+    shown = site.ask(f"/rq/0/data/job/{BELL}.json")
+
+    assert shown.status_code == 200
+    assert "depends_on" not in shown.get_json()
+
+
 def test_looking_changes_nothing_in_redis(site: Site) -> None:
     busy_worker(site, site.ring())
     site.link.delete(f"rq:job:{BELL}")

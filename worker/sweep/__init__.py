@@ -1,4 +1,4 @@
-"""The sweeper: one leader that makes good what was lost, once a tick and whenever something is due."""
+"""The sweeper: one leader that makes good what was lost, each tick and when something is due."""
 
 import logging
 import os
@@ -32,6 +32,7 @@ LEAST_WAIT_SECONDS = 0.2
 """A floor under the pause between two ticks, so that a due item nobody takes does not spin us."""
 
 STANDBY_SECONDS = 1.0
+LEAST_ALIVE_SECONDS = 5.0
 
 
 def run(settings: Settings) -> int:
@@ -85,11 +86,15 @@ class Sweeper:
             if self._is_lost:
                 self._is_lost = False
                 log.info("Postgres answers again", extra={"event": "postgres_back"})
-            if fleet.try_lead(connection):
+            if self._leads(connection):
                 self.tick()
                 self._rest(connection)
             else:
                 self._stop.wait(min(STANDBY_SECONDS, self._ctx.settings.sweep_seconds))
+
+    def _leads(self, connection: Tx) -> bool:
+        # A leader that hangs keeps its lock, but not its heartbeat.
+        return fleet.try_lead(connection) or fleet.alive(connection).sweepers < 2  # noqa: PLR2004 - this one
 
     def tick(self) -> None:
         """Do each duty once. One that fails is named, and does not keep the others from theirs."""
@@ -127,7 +132,7 @@ class Sweeper:
                 return
 
     def _beat(self, connection: Tx) -> None:
-        seconds = max(10.0, 3 * self._ctx.settings.sweep_seconds)
+        seconds = max(LEAST_ALIVE_SECONDS, 3 * self._ctx.settings.sweep_seconds)
         fleet.beat(connection, self._process, seconds=seconds, counters=dict(self._counts))
 
     def _leave(self) -> None:

@@ -1,4 +1,4 @@
-"""The primary sink: a vector column of a table in the same Postgres, written as the items settle."""
+"""The primary sink: a vector column of a table in the same Postgres, written at the settle."""
 
 import struct
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, LiteralString, cast
 
 import psycopg
-from psycopg import sql
+from psycopg import errors, sql
 from psycopg.adapt import Buffer, Dumper
 from psycopg.pq import Format
 from psycopg.types import TypeInfo
@@ -45,7 +45,24 @@ ID_TYPES: Mapping[str, LiteralString] = {
     "uuid": "uuid",
     "text": "text",
 }
-REFUSALS = (psycopg.DataError, psycopg.IntegrityError, psycopg.InternalError)
+COLUMN = """
+SELECT atttypmod AS dimension
+  FROM pg_attribute
+ WHERE attrelid = to_regclass(%(table)s) AND attname = %(column)s
+"""
+# What says "not this row": bad values, broken constraints, and what a trigger of the table raises.
+REFUSALS = (
+    psycopg.DataError,
+    psycopg.IntegrityError,
+    psycopg.InternalError,
+    errors.PlpgsqlError,
+    errors.RaiseException,
+    errors.AssertFailure,
+    errors.NoDataFound,
+    errors.TooManyRows,
+    errors.TriggeredActionException,
+    errors.WithCheckOptionViolation,
+)
 
 
 class _Vector:
@@ -107,6 +124,7 @@ class PgVector:
                 rows = connection.execute(_composed(UPDATE, target), values)
                 stored |= {row["target_id"] for row in rows}
         except REFUSALS as exc:
+            _check_dimension(connection, target)
             if len(writes) == 1:
                 refused[writes[0].target_id] = _reason(exc)
                 return
@@ -123,13 +141,31 @@ def build() -> PgVector:
     return PgVector()
 
 
+def _check_dimension(connection: "psycopg.Connection[dict[str, Any]]", target: Target) -> None:
+    """Raise BackendFault where the column was made anew: then no row is to blame."""
+    table = sql.Identifier(target.table_schema, target.table_name).as_string(connection)
+    values = {"table": table, "column": target.vector_column}
+    row = connection.execute(COLUMN, values).fetchone()
+    if row and row["dimension"] not in (-1, target.dimension):
+        message = (
+            f"target {target.target_table}: the column {target.vector_column} has"
+            f" {row['dimension']} dimensions, registered are {target.dimension}"
+        )
+        raise BackendFault(ErrorClass.BAD_CONFIG, message)
+
+
 def _composed(statement: LiteralString, target: Target) -> sql.Composed:
     return sql.SQL(statement).format(
-        table=sql.Identifier(target.table_schema, target.table_name),
-        id=sql.Identifier(target.id_column),
-        vector=sql.Identifier(target.vector_column),
+        table=_identifier(target.table_schema, target.table_name),
+        id=_identifier(target.id_column),
+        vector=_identifier(target.vector_column),
         id_type=sql.SQL(ID_TYPES[target.id_type]),
     )
+
+
+def _identifier(*names: str) -> sql.Identifier:
+    # In a statement with parameters a percent sign would begin a placeholder, in a name too.
+    return sql.Identifier(*(name.replace("%", "%%") for name in names))
 
 
 def _register(connection: "psycopg.Connection[dict[str, Any]]") -> None:

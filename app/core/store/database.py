@@ -70,7 +70,7 @@ class Database:
             timeout=POOL_SECONDS,
             reconnect_timeout=0,
             num_workers=1,
-            check=ConnectionPool.check_connection,
+            check=_check,
             open=False,
         )
 
@@ -93,7 +93,7 @@ class Database:
                 yield connection
 
     def dedicated(self) -> Tx:
-        """Open a connection of its own, outside the pool, in autocommit mode; the caller closes it."""
+        """Open a connection outside the pool, in autocommit mode; the caller closes it."""
         with translated():
             return psycopg.Connection[DictRow].connect(
                 self._url, row_factory=dict_row, autocommit=True, **_options(self._application)
@@ -111,6 +111,10 @@ def translated() -> Generator[None]:
         yield
     except PASSING as exc:
         raise StoreUnavailable(f"Postgres cannot answer now ({_name(exc)})") from exc
+
+
+def _check(connection: Tx) -> None:
+    ConnectionPool.check_connection(connection)
 
 
 def _name(exc: Exception) -> str:

@@ -1,10 +1,14 @@
 """The fleet: processes that live, backends that are paused, and how fast slices go."""
 
+import random
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
+from psycopg import errors as pg
 from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
@@ -88,8 +92,12 @@ def prune(tx: Tx, *, limit: int) -> int:
 BACKENDS = """
 SELECT model, paused_since, greatest(paused_until, probe_until) AS paused_until,
        coalesce(greatest(paused_until, probe_until) > now(), false) AS is_paused,
-       tries, error_class, message, max_items,
-       coalesce(last_ok_at > now() - interval '5 minutes' AND paused_since IS NULL, false) AS is_warm
+       tries, error_class, message,
+       -- Doubled for each ten minutes since it was found, so that a limit is not kept for ever.
+       least(1000000, max_items * power(2, floor(extract(epoch FROM now() - limited_at) / 600)))
+           ::integer AS max_items,
+       coalesce(last_ok_at > now() - interval '5 minutes' AND paused_since IS NULL, false)
+           AS is_warm
   FROM holdfast.backends
  WHERE name = %(name)s
 """
@@ -124,8 +132,10 @@ VALUES (%(name)s, %(model)s, now(), now() + make_interval(secs => %(seconds)s), 
     ON CONFLICT (name, model) DO UPDATE
    SET paused_since = coalesce(b.paused_since, now()),
        paused_until = greatest(b.paused_until, excluded.paused_until), probe_until = NULL,
-       tries = b.tries + 1, error_class = excluded.error_class, message = excluded.message
-RETURNING tries = 1 AS is_new
+       -- All who had a call under way see the same outage: it counts once.
+       tries = b.tries + (b.paused_since IS NULL OR b.probe_until IS NOT NULL)::integer,
+       error_class = excluded.error_class, message = excluded.message
+RETURNING b.paused_since = now() AS is_new
 """
 
 
@@ -157,11 +167,33 @@ def take_probe(tx: Tx, name: str, model: str, *, seconds: float) -> bool:
     return tx.execute(TAKE_PROBE, values).rowcount == 1
 
 
+EXTEND_PROBE = """
+UPDATE holdfast.backends
+   SET probe_until = now() + make_interval(secs => %(seconds)s)
+ WHERE name = %(name)s AND model = %(model)s AND probe_until IS NOT NULL
+"""
+LEAVE_PROBE = """
+UPDATE holdfast.backends SET probe_until = NULL WHERE name = %(name)s AND model = %(model)s
+"""
+
+
+def extend_probe(tx: Tx, name: str, model: str, *, seconds: float) -> None:
+    """Prolong the right to try a backend, while the try goes on."""
+    tx.execute(EXTEND_PROBE, {"name": name, "model": model, "seconds": seconds})
+
+
+def leave_probe(tx: Tx, name: str, model: str) -> None:
+    """Give back the right to try a backend, unused."""
+    tx.execute(LEAVE_PROBE, {"name": name, "model": model})
+
+
+# A pause that somebody else asked for meanwhile goes on: what answers now was sent before it.
 RESUME = """
 INSERT INTO holdfast.backends AS b (name, model, last_ok_at) VALUES (%(name)s, %(model)s, now())
     ON CONFLICT (name, model) DO UPDATE
    SET last_ok_at = now(), paused_since = NULL, paused_until = NULL, probe_until = NULL, tries = 0,
        error_class = NULL, message = NULL
+ WHERE b.paused_until IS NULL OR b.paused_until <= now()
 """
 
 
@@ -171,16 +203,45 @@ def note_ok(tx: Tx, name: str, model: str) -> None:
 
 
 REMEMBER_LIMIT = """
-INSERT INTO holdfast.backends AS b (name, model, max_items)
-VALUES (%(name)s, %(model)s, %(max_items)s)
+INSERT INTO holdfast.backends AS b (name, model, max_items, limited_at)
+VALUES (%(name)s, %(model)s, %(max_items)s, now())
     ON CONFLICT (name, model) DO UPDATE
-   SET max_items = least(b.max_items, excluded.max_items)
+   SET max_items = excluded.max_items, limited_at = now()
 """
 
 
 def remember_limit(tx: Tx, name: str, model: str, max_items: int) -> None:
-    """Remember the most items that a backend takes in one call."""
+    """Remember the most items that a backend takes in one call, for some time."""
     tx.execute(REMEMBER_LIMIT, {"name": name, "model": model, "max_items": max_items})
+
+
+# Advisory locks of the session: they are free again when their holder dies.
+TRY_CALL = "SELECT pg_try_advisory_lock(hashtext(%(name)s), %(slot)s) AS won"
+WAIT_CALL = "SELECT pg_advisory_lock(hashtext(%(name)s), %(slot)s)"
+LEAVE_CALL = "SELECT pg_advisory_unlock(hashtext(%(name)s), %(slot)s)"
+
+
+def take_call(connection: Tx, name: str, *, most: int, seconds: float) -> int | None:
+    """Wait for one of the calls that a backend is to have at a time; None where the time is up.
+
+    It is held until leave_call, or as long as the connection lives.
+    """
+    ends = time.monotonic() + seconds
+    slots = random.sample(range(most), most)
+    while time.monotonic() < ends:
+        for slot in slots:
+            row = connection.execute(TRY_CALL, {"name": name, "slot": slot}).fetchone()
+            if row and row["won"]:
+                return slot
+        with suppress(pg.LockNotAvailable):  # the session's time limit for a lock
+            connection.execute(WAIT_CALL, {"name": name, "slot": slots[0]})
+            return slots[0]
+    return None
+
+
+def leave_call(connection: Tx, name: str, slot: int) -> None:
+    """Let the next one call."""
+    connection.execute(LEAVE_CALL, {"name": name, "slot": slot})
 
 
 # ---- rates -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Locks are taken in one order everywhere: a job's row before its items, items by key.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -248,13 +249,14 @@ def hold(tx: Tx, claims: Sequence[Claim]) -> set[int]:
 
 
 # The token is the fence. What would go back to 'pending' for a job that was cancelled meanwhile
-# is cancelled instead.
+# goes on as another's that waits for it, or is cancelled.
 SETTLE = """
 UPDATE public.embedding_retry_queue AS q
-   SET status = CASE WHEN o.status = 'pending'
-                      AND EXISTS (SELECT FROM holdfast.jobs j
-                                   WHERE j.id = q.job_id AND j.cancelled_at IS NOT NULL)
+   SET status = CASE WHEN o.status = 'pending' AND holdfast.owner_of(q.id, q.job_id) IS NULL
                      THEN 'cancelled' ELSE o.status END,
+       job_id = CASE WHEN o.status = 'pending'
+                     THEN coalesce(holdfast.owner_of(q.id, q.job_id), q.job_id)
+                     ELSE q.job_id END,
        attempts = q.attempts - o.refund,
        kills = CASE WHEN o.status = 'done' THEN 0 ELSE q.kills END,
        next_attempt_at = now() + make_interval(secs => o.after_seconds),
@@ -336,39 +338,40 @@ def _row(settlement: Settlement) -> _Row:
             return _Row(*ids, ItemStatus.PENDING, 1, seconds, error.error_class, error.message)
 
 
+# Locked by one statement and changed by the next, which so sees what was committed meanwhile.
+LOCK_DEAD = """
+SELECT id, leased_by
+  FROM public.embedding_retry_queue
+ WHERE status = 'processing'
+   AND CASE WHEN %(leased_by)s::text IS NULL THEN lease_until < now()
+            ELSE leased_by = %(leased_by)s END
+ ORDER BY lease_until
+ LIMIT %(limit)s
+   FOR UPDATE SKIP LOCKED
+"""
+
 # A crash is never refunded. At the limit there is no further claim: a person decides.
 RECOVER = """
-WITH dead AS (
-    SELECT id
-      FROM public.embedding_retry_queue
-     WHERE status = 'processing'
-       AND (lease_until < now() OR leased_by = %(leased_by)s)
-     ORDER BY lease_until
-     LIMIT %(limit)s
-       FOR UPDATE SKIP LOCKED
-), recovered AS (
+WITH recovered AS (
     UPDATE public.embedding_retry_queue AS q
        SET status = CASE WHEN q.attempts >= q.max_attempts THEN 'failed'
-                         WHEN EXISTS (SELECT FROM holdfast.jobs j
-                                       WHERE j.id = q.job_id AND j.cancelled_at IS NOT NULL)
-                         THEN 'cancelled' ELSE 'pending' END,
+                         WHEN holdfast.owner_of(q.id, q.job_id) IS NULL THEN 'cancelled'
+                         ELSE 'pending' END,
+           job_id = coalesce(holdfast.owner_of(q.id, q.job_id), q.job_id),
            kills = q.kills + 1, next_attempt_at = now(), updated_at = now(),
            error_class = %(error_class)s, last_error = %(message)s,
            lease_token = NULL, lease_until = NULL, leased_by = NULL
-      FROM (SELECT o.id, o.leased_by
-              FROM public.embedding_retry_queue o JOIN dead USING (id)) AS before
-     WHERE q.id = before.id
-    RETURNING q.id, q.attempts, before.leased_by, q.job_id
-), noted AS (
-    INSERT INTO holdfast.item_attempts (item_id, attempt, error_class, message, leased_by)
-    SELECT id, attempts, %(error_class)s, %(message)s, leased_by FROM recovered
+      FROM unnest(%(ids)s::bigint[], %(holders)s::text[]) AS dead(id, leased_by)
+     WHERE q.id = dead.id
+    RETURNING q.id, q.attempts, dead.leased_by
 )
-SELECT leased_by, count(*) AS items FROM recovered GROUP BY leased_by
+INSERT INTO holdfast.item_attempts (item_id, attempt, error_class, message, leased_by)
+SELECT id, attempts, %(error_class)s, %(message)s, leased_by FROM recovered
 """
 RECOVER_BLOCK = 1000
 
 
-def recover_expired(tx: Tx) -> dict[str, int]:
+def recover_expired(tx: Tx) -> Counter[str]:
     """End the leases that ran out; return how many items each dead holder had."""
     return _recover(
         tx,
@@ -380,19 +383,23 @@ def recover_expired(tx: Tx) -> dict[str, int]:
 
 def recover_dead(tx: Tx, *, leased_by: str, error_class: ErrorClass, message: str) -> int:
     """End the leases of a bell whose horse is known to be dead, naming the death."""
-    return sum(_recover(tx, leased_by=leased_by, error_class=error_class, message=message).values())
+    return _recover(tx, leased_by=leased_by, error_class=error_class, message=message).total()
 
 
 def _recover(
     tx: Tx, *, leased_by: str | None, error_class: ErrorClass, message: str
-) -> dict[str, int]:
-    values = {
-        "leased_by": leased_by,
-        "error_class": error_class,
-        "message": message,
-        "limit": RECOVER_BLOCK,
-    }
-    return {str(row["leased_by"]): int(row["items"]) for row in tx.execute(RECOVER, values)}
+) -> Counter[str]:
+    with tx.transaction():
+        limits = {"leased_by": leased_by, "limit": RECOVER_BLOCK}
+        dead = tx.execute(LOCK_DEAD, limits).fetchall()
+        values = {
+            "ids": [row["id"] for row in dead],
+            "holders": [row["leased_by"] for row in dead],
+            "error_class": error_class,
+            "message": message,
+        }
+        tx.execute(RECOVER, values)
+    return Counter(str(row["leased_by"]) for row in dead)
 
 
 # A new allowance, never a reset: the history of attempts stays true.
@@ -401,7 +408,10 @@ WITH again AS (
     SELECT q.id
       FROM public.embedding_retry_queue q
      WHERE q.status = 'failed'
-       AND q.id IN (SELECT item_id FROM holdfast.job_items WHERE job_id = %(job_id)s)
+       AND q.id IN (SELECT i.item_id
+                      FROM holdfast.job_items i
+                      JOIN holdfast.jobs j ON j.id = i.job_id
+                     WHERE i.job_id = %(job_id)s AND j.cancelled_at IS NULL)
      ORDER BY q.target_table, q.target_id, q.embedding_version
        FOR UPDATE
 )
@@ -414,41 +424,43 @@ UPDATE public.embedding_retry_queue AS q
 
 
 def revive(tx: Tx, job_id: str) -> int:
-    """Give the failed items of a job another allowance of attempts; return how many."""
+    """Give the failed items of a job another allowance of attempts; return how many.
+
+    None where the job is being cancelled: nobody would work on them.
+    """
     return tx.execute(REVIVE, {"job_id": job_id}).rowcount
 
 
+# Locked by one statement and changed by the next, as in RECOVER; those of other jobs too, as their
+# cancel may be handing them over just now.
+LOCK_OPEN = """
+SELECT count(*)
+  FROM (SELECT FROM public.embedding_retry_queue
+         WHERE status IN ('pending', 'processing')
+           AND id IN (SELECT item_id FROM holdfast.job_items WHERE job_id = %(job_id)s)
+         ORDER BY target_table, target_id, embedding_version
+           FOR UPDATE) AS locked
+"""
 # An item that another open job waits for goes on, as that job's.
 CANCEL = """
-WITH waiting AS (
-    SELECT q.id,
-           (SELECT min(j.id)
-              FROM holdfast.job_items i
-              JOIN holdfast.jobs j ON j.id = i.job_id
-             WHERE i.item_id = q.id AND i.job_id <> %(job_id)s
-               AND j.finished_at IS NULL AND j.cancelled_at IS NULL) AS heir
-      FROM public.embedding_retry_queue q
-     WHERE q.status IN ('pending', 'processing')
-       AND q.id IN (SELECT item_id FROM holdfast.job_items WHERE job_id = %(job_id)s)
-     ORDER BY q.target_table, q.target_id, q.embedding_version
-       FOR UPDATE
-)
 UPDATE public.embedding_retry_queue AS q
-   SET job_id = CASE WHEN q.job_id = %(job_id)s THEN coalesce(w.heir, q.job_id)
-                     ELSE q.job_id END,
-       status = CASE WHEN q.status = 'pending' AND w.heir IS NULL THEN 'cancelled'
-                     ELSE q.status END,
+   SET status = CASE WHEN q.status = 'pending' AND holdfast.owner_of(q.id, q.job_id) IS NULL
+                     THEN 'cancelled' ELSE q.status END,
+       job_id = coalesce(holdfast.owner_of(q.id, q.job_id), q.job_id),
        updated_at = now()
-  FROM waiting w
- WHERE q.id = w.id
-   AND (w.heir IS NOT NULL AND q.job_id = %(job_id)s OR w.heir IS NULL AND q.status = 'pending')
+ WHERE q.job_id = %(job_id)s AND q.status IN ('pending', 'processing')
 RETURNING q.status, q.job_id
 """
 
 
 def cancel(tx: Tx, job_id: str) -> tuple[int, set[str]]:
-    """Cancel what of a job has not begun; return how many items, and the jobs that took over some."""
-    rows = tx.execute(CANCEL, {"job_id": job_id}).fetchall()
+    """Stop what has not begun of a job that was asked to be cancelled.
+
+    Returns how many items were cancelled, and the jobs that took over some.
+    """
+    with tx.transaction():
+        tx.execute(LOCK_OPEN, {"job_id": job_id})
+        rows = tx.execute(CANCEL, {"job_id": job_id}).fetchall()
     cancelled = sum(row["status"] == ItemStatus.CANCELLED for row in rows)
     return cancelled, {row["job_id"] for row in rows} - {job_id}
 
@@ -592,9 +604,13 @@ def position_before(tx: Tx, job_id: str, offset: int) -> int:
 # A handful of models at most, and the first pending rows tell: no need to read them all.
 MODELS = """
 SELECT DISTINCT model
-  FROM (SELECT model FROM public.embedding_retry_queue
-         WHERE job_id = %(job_id)s AND status = 'pending' AND kills = 0
-         ORDER BY next_attempt_at LIMIT 100) AS first
+  FROM ((SELECT model FROM public.embedding_retry_queue
+          WHERE job_id = %(job_id)s AND status = 'pending' AND kills = 0
+          ORDER BY next_attempt_at LIMIT 100)
+        UNION ALL
+        (SELECT model FROM public.embedding_retry_queue
+          WHERE job_id = %(job_id)s AND status = 'pending' AND kills > 0
+          ORDER BY next_attempt_at LIMIT 100)) AS first
  WHERE model IS NOT NULL
 """
 
@@ -641,21 +657,29 @@ def next_due(tx: Tx, job_id: str) -> tuple[bool, datetime | None]:
     return (bool(row["is_due"]), row["next_at"]) if row else (False, None)
 
 
-# An item stays as long as any job that can still show it.
+# An item stays as long as any job that can still show it. Locked first and looked at again by
+# the statement that deletes: a batch may have been linked to it in between.
+LOCK_OLD = """
+SELECT q.id
+  FROM public.embedding_retry_queue q
+ WHERE q.status IN ('done', 'cancelled')
+   AND q.updated_at < now() - make_interval(days => %(days)s)
+   AND NOT EXISTS (SELECT FROM holdfast.job_items i
+                     JOIN holdfast.jobs j ON j.id = i.job_id
+                    WHERE i.item_id = q.id AND (j.finished_at IS NULL OR j.expires_at > now()))
+ ORDER BY q.updated_at
+ LIMIT %(limit)s
+   FOR UPDATE OF q SKIP LOCKED
+"""
 PRUNE = """
-WITH old AS (
-    SELECT q.id
-      FROM public.embedding_retry_queue q
-     WHERE q.status = 'done' AND q.processed_at < now() - make_interval(days => %(days)s)
+WITH gone AS (
+    DELETE FROM public.embedding_retry_queue q
+     WHERE q.id = ANY(%(ids)s::bigint[])
        AND NOT EXISTS (SELECT FROM holdfast.job_items i
                          JOIN holdfast.jobs j ON j.id = i.job_id
                         WHERE i.item_id = q.id
                           AND (j.finished_at IS NULL OR j.expires_at > now()))
-     ORDER BY q.processed_at
-     LIMIT %(limit)s
-       FOR UPDATE SKIP LOCKED
-), gone AS (
-    DELETE FROM public.embedding_retry_queue q USING old WHERE q.id = old.id RETURNING q.id
+    RETURNING q.id
 ), links AS (
     DELETE FROM holdfast.job_items i USING gone WHERE i.item_id = gone.id
 ), history AS (
@@ -667,5 +691,7 @@ SELECT count(*) AS items FROM gone
 
 def prune(tx: Tx, *, days: int, limit: int) -> int:
     """Delete a block of old finished items with their links; return how many."""
-    row = tx.execute(PRUNE, {"days": days, "limit": limit}).fetchone()
+    with tx.transaction():
+        old = tx.execute(LOCK_OLD, {"days": days, "limit": limit}).fetchall()
+        row = tx.execute(PRUNE, {"ids": [each["id"] for each in old]}).fetchone()
     return int(row["items"]) if row else 0

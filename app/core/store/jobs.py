@@ -118,8 +118,9 @@ def page(tx: Tx, wanted: JobFilter, *, limit: int) -> list[Job]:
 def _job(row: dict[str, Any]) -> Job:
     live = {name: row.pop(name) for name in Counts.__dataclass_fields__}
     counts = Counts(**(row.pop("final_counts") or live))
-    errors = row.pop("final_errors") or []
-    return Job(**{**row, "state": JobState(row["state"])}, counts=counts, errors=errors)
+    errors: list[dict[str, Any]] = row.pop("final_errors") or []
+    state = JobState(row.pop("state"))
+    return Job(**row, state=state, counts=counts, errors=errors)
 
 
 # Committed before the bell is rung, so that no RQ id is ever used twice.

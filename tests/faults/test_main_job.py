@@ -1,0 +1,62 @@
+"""The main promise: 10,000 items through kills and an emptied Redis, and every one of them done."""
+
+import json
+import os
+import random
+
+import pytest
+import redis
+
+from tests.faults.stage import Stage, numbered
+from tests.processes import Running
+
+ITEMS = 10_000
+BATCHES = 4
+SEED = int(os.environ.get("HOLDFAST_SEED", "20260801"))  # noqa: TID251 - of the test alone
+BETWEEN = 400
+"""How many more items are done before the next thing happens."""
+
+
+def test_ten_thousand_items_survive_kills_and_an_emptied_redis(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chance = random.Random(SEED)  # noqa: S311 - to be repeated
+    stage.fake.seconds_per_item = 0.001
+    stage.start_sweeper()
+    workers = stage.start_workers(2)
+    for batch in range(BATCHES):
+        stage.post(*numbered(ITEMS // BATCHES, f"batch {batch} text"))
+    faults = ["horse"] * 4 + ["worker"] * 2 + ["redis"]
+    chance.shuffle(faults)
+
+    with stage.polled():
+        for number, fault in enumerate(faults, start=1):
+            stage.wait_until_done(number * BETWEEN)
+            strike(stage, workers, fault, chance)
+        assert not stage.are_final, "void: there was nothing left to lose"
+        stage.wait_until_final()
+
+    told = {"seed": SEED, "faults": faults, "statuses": stage.statuses}
+    told |= {"calls": len(stage.fake.calls), "sent_again": stage.calls_again}
+    with capsys.disabled():
+        print(json.dumps({"scenario": "main job", **told}))  # noqa: T201 - the run's own line
+    assert stage.kills == 6
+    assert stage.statuses == {"done": ITEMS}
+    assert stage.calls_again <= stage.kills * stage.batch_size
+    stage.check()
+
+
+def strike(stage: Stage, workers: list[Running], fault: str, chance: random.Random) -> None:
+    """Let one thing happen while work is under way."""
+    chance.shuffle(workers)
+    match fault:
+        case "horse":
+            stage.kill_horse(*workers)
+        case "worker":
+            killed = stage.kill_worker(*workers)
+            workers.remove(killed)
+            workers.append(stage.start_worker())
+        case _:
+            with redis.Redis.from_url(stage.environ["REDIS_URL"]) as client:
+                assert client.dbsize()
+                client.flushall()
