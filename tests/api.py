@@ -307,20 +307,37 @@ class Ground:
 
     def work(self, job_id: str) -> None:
         """Do in this process what a worker does, until the job is final; retries come at once."""
-        recipe = prepare(self.settings)
         for _ in range(self.settings.queue_max_retries * 4):
-            self.rows(
-                "UPDATE public.embedding_retry_queue SET next_attempt_at = now()"
-                " WHERE status = 'pending' AND next_attempt_at > now()"
-            )
-            self.rows("DELETE FROM holdfast.backends WHERE paused_since IS NOT NULL")
-            [job] = self.rows("SELECT run, finished_at FROM holdfast.jobs WHERE id = %s", job_id)
-            if job["finished_at"]:
+            if not self._drain(job_id):
                 return
-            horse = open_horse(recipe, leased_by=f"{job_id}-0", stop_asked=lambda: False)
-            with closing(horse), suppress(FailedItemsRemain):
-                embedding.drain(horse, job_id, job["run"])
         raise AssertionError("the job does not end")
+
+    def work_all(self) -> None:
+        """Do all there is to do; jobs may wait for items of each other."""
+        query = "SELECT id FROM holdfast.jobs WHERE finished_at IS NULL ORDER BY id"
+        for _ in range(self.settings.queue_max_retries * 4):
+            open_ids = [row["id"] for row in self.rows(query)]
+            if not open_ids:
+                return
+            for job_id in open_ids:
+                self._drain(job_id)
+        raise AssertionError("some jobs do not end")
+
+    def _drain(self, job_id: str) -> bool:
+        """Let one bell of a job ring; False where it is final."""
+        self.rows(
+            "UPDATE public.embedding_retry_queue SET next_attempt_at = now()"
+            " WHERE status = 'pending' AND next_attempt_at > now()"
+        )
+        self.rows("DELETE FROM holdfast.backends WHERE paused_since IS NOT NULL")
+        [job] = self.rows("SELECT run, finished_at FROM holdfast.jobs WHERE id = %s", job_id)
+        if job["finished_at"]:
+            return False
+        recipe = prepare(self.settings)
+        horse = open_horse(recipe, leased_by=f"{job_id}-0", stop_asked=lambda: False)
+        with closing(horse), suppress(FailedItemsRemain):
+            embedding.drain(horse, job_id, job["run"])
+        return True
 
     def done(self, door: Door, items: Sequence[Item], **options: object) -> str:
         """Post a batch, work it off, and return its job's id."""

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from threading import Event
 
 from app.core import rings, status
 from app.core.errors import (
@@ -59,6 +60,12 @@ BYTES_PER_TOKEN = 3
 SETTLE_SECONDS = 20.0
 """What a bell keeps of its time limit for settling: no call may reach into it."""
 
+BUSY_SECONDS = 10.0
+"""How long a settle comes back for rows that somebody else has locked."""
+
+BUSY_PAUSE_SECONDS = 0.05
+BUSY_MESSAGE = "another transaction held the item or its row all the time"
+
 PAUSED_MESSAGE = "the backend was paused while the items were in hand"
 
 
@@ -69,6 +76,12 @@ class Answer:
     claims: Sequence[Claim]
     vectors: Sequence[Sequence[float]]
     error: WorkError | None = None
+
+    def only(self, ids: frozenset[int]) -> "Answer":
+        """Return the same for some of the claims."""
+        kept = [place for place, claim in enumerate(self.claims) if claim.item_id in ids]
+        vectors = [self.vectors[place] for place in kept] if self.vectors else ()
+        return Answer([self.claims[place] for place in kept], vectors, self.error)
 
 
 def drain(horse: Horse, job_id: str, run: int) -> dict[str, int]:
@@ -416,9 +429,22 @@ class _Drain:
             self._settle(self._whole_backend(self._model(answer.claims[0]), answer.claims, fault))
 
     def _settle(self, answer: Answer) -> None:
+        """Write the outcomes; come back for rows that others hold, and hold none meanwhile."""
+        ends = time.monotonic() + BUSY_SECONDS
+        busy = self._settle_once(answer)
+        while busy and time.monotonic() < ends:
+            Event().wait(BUSY_PAUSE_SECONDS)
+            answer = answer.only(busy)
+            busy = self._settle_once(answer)
+        if busy:
+            fault = BackendFault(ErrorClass.BUSY, BUSY_MESSAGE, retry_after_seconds=BUSY_SECONDS)
+            self._settle_once(Answer(answer.only(busy).claims, (), fault))
+
+    def _settle_once(self, answer: Answer) -> frozenset[int]:
+        """Write the outcomes in one transaction; return the items that somebody else has locked."""
         with self.ctx.database.transaction() as tx:
             held = items.hold(tx, answer.claims)
-            outcomes = self._outcomes(tx, answer, held)
+            outcomes = self._outcomes(tx, answer.only(held.ours))
             if answer.vectors:
                 # Before the settle: who tries a paused backend locks its row before any counts.
                 self._note_answer(tx, self._model(answer.claims[0]))
@@ -427,20 +453,18 @@ class _Drain:
             self.others |= items.other_jobs(tx, ids, job_id=self.job.id)
             if answer.vectors:
                 self._note_slice(tx, settled)
-        self._count(outcomes, lost=len(answer.claims) - settled)
+        written = {outcome.claim.item_id for outcome in outcomes}
+        busy = held.busy | (held.ours - written)
+        self._count(outcomes, lost=len(answer.claims) - len(busy) - settled)
+        return busy
 
-    def _outcomes(self, tx: Tx, answer: Answer, held: set[int]) -> list[Settlement]:
+    def _outcomes(self, tx: Tx, answer: Answer) -> list[Settlement]:
         if answer.error is not None:
-            mine = [claim for claim in answer.claims if claim.item_id in held]
-            return [Settlement(claim, decide(claim, answer.error)) for claim in mine]
-        pairs = [
-            (claim, vector)
-            for claim, vector in zip(answer.claims, answer.vectors, strict=True)
-            if claim.item_id in held
-        ]
+            return [Settlement(claim, decide(claim, answer.error)) for claim in answer.claims]
         found: list[Settlement] = []
         by_target = sorted(
-            pairs, key=lambda pair: (pair[0].target_table, pair[0].embedding_version)
+            zip(answer.claims, answer.vectors, strict=True),
+            key=lambda pair: (pair[0].target_table, pair[0].embedding_version),
         )
         for _, group in groupby(by_target, key=lambda pair: self._target(pair[0])):
             found += self._write(tx, list(group))
@@ -457,7 +481,8 @@ class _Drain:
             refusal = written.refused.get(claim.target_id)
             return decide(claim, None if refusal is None else SinkFault(refusal))
 
-        return [Settlement(claim, outcome(claim)) for claim, _ in pairs]
+        free = [claim for claim, _ in pairs if claim.target_id not in written.busy]
+        return [Settlement(claim, outcome(claim)) for claim in free]
 
     def _note_answer(self, tx: Tx, model: str) -> None:
         known = self.backends.get(model)

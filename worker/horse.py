@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from resource import struct_rusage
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import redis
 from redis.backoff import ExponentialBackoff
@@ -49,7 +49,7 @@ BEAT_SECONDS = 5.0
 """The row in Postgres is written no more often, however fast bells follow each other."""
 MISSED_BEATS = 3
 BEAT_LIMIT_SECONDS = 5
-DEATH_LIMIT_SECONDS = 2
+LAST_LIMIT_SECONDS = 2
 OOM_SCORE = "900"
 MIB = 2**20
 CRASHES = frozenset({signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV})
@@ -187,11 +187,11 @@ class HoldfastWorker(Worker):
         self._kills_before = self._kills()
         super().fork_work_horse(job, queue)
 
-    def main_work_horse(self, job: RqJob, queue: Queue) -> None:
-        """Be the horse: the first to go where memory runs out."""
+    def setup_work_horse_signals(self) -> None:
+        """Begin as a horse: be the first to go where memory runs out."""
+        super().setup_work_horse_signals()  # type: ignore[no-untyped-call]
         with suppress(OSError):  # no /proc: then the kernel chooses
             Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, "ascii")
-        super().main_work_horse(job, queue)
 
     def handle_exception(self, job: RqJob, *exc_info: Any) -> None:  # noqa: ANN401 - RQ's signature
         """Say in one line that a bell failed; RQ would log its arguments and traceback."""
@@ -212,7 +212,7 @@ class HoldfastWorker(Worker):
         facts = {"event": "horse_killed", "bell": job.id, "error_class": cause.error_class}
         freed: int | None = None
         try:
-            with self._store(DEATH_LIMIT_SECONDS) as tx:
+            with self._store(LAST_LIMIT_SECONDS) as tx:
                 freed = items.recover_dead(
                     tx, leased_by=job.id, error_class=cause.error_class, message=cause.message
                 )
@@ -265,13 +265,16 @@ class HoldfastWorker(Worker):
         self._next_beat = time.monotonic() + BEAT_SECONDS
         try:
             with self._store(BEAT_LIMIT_SECONDS) as tx:
-                seconds, counters = self._alive_seconds, dict(self.counters)
-                fleet.beat(tx, self._process, seconds=seconds, counters=counters)
+                self._write_row(tx)
         except (StoreUnavailable, HorseMonitorTimeoutException) as exc:
             self.counters["store_errors"] += 1
             self._note_store(is_lost=True, reason=str(exc))
         else:
             self._note_store(is_lost=False)
+
+    def _write_row(self, tx: Tx) -> None:
+        counters = dict(self.counters)
+        fleet.beat(tx, self._process, seconds=self._alive_seconds, counters=counters)
 
     def _note_store(self, *, is_lost: bool, reason: str | None = None) -> None:
         if is_lost != self._is_store_lost:
@@ -285,7 +288,8 @@ class HoldfastWorker(Worker):
         if self.connection.sismember(self.redis_workers_keys, self.key):
             return
         with self.connection.pipeline() as pipeline:
-            pipeline.hset(self.key, mapping={**self.serialize(), "state": self.get_state()})
+            pipeline.hset(self.key, mapping=cast("dict[Any, Any]", self.serialize()))
+            pipeline.hset(self.key, "state", self.get_state())
             pipeline.expire(self.key, self.worker_ttl + 60)
             worker_registration.register(self, pipeline)
             pipeline.execute()
@@ -346,7 +350,8 @@ class HoldfastWorker(Worker):
         if self.is_horse:
             return
         lost = (StoreUnavailable, HorseMonitorTimeoutException)  # then its row runs out
-        with suppress(*lost), self._store(DEATH_LIMIT_SECONDS) as tx:
+        with suppress(*lost), self._store(LAST_LIMIT_SECONDS) as tx:
+            self._write_row(tx)
             fleet.leave(tx, self.name)
         self.connection = connect(self._settings.redis_url)  # the worker's own would try on
         with suppress(redis.RedisError):

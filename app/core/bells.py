@@ -104,7 +104,7 @@ class BellJob(RqJob):
             return "its id is not that of a bell"
         if self.func_name not in [*self.TASKS] or self.instance is not None:
             return "it calls something else than a task of ours"
-        if self.kwargs != {} or not _are_arguments(self.args, match[1]):
+        if self.kwargs != {} or not _are_arguments(cast("object", self.args), match[1]):
             return "its arguments are not its job and a run"
         return None
 
@@ -232,7 +232,8 @@ class Bells:
             mine = [bell for bell in map(_text, ids) if job_of(bell) == job_id]
             if mine:
                 self._redis.zrem(registry.key, *mine)
-                self._redis.delete(*map(BellJob.key_for, mine), *map(Result.get_key, mine))
+                for bell in mine:
+                    self._redis.delete(BellJob.key_for(bell), Result.get_key(bell))
         return len(mine)
 
     def failed(self, queue: str) -> list[str]:

@@ -26,15 +26,13 @@ def readiness(ctx: Context) -> Seen:
     try:
         with ctx.database.transaction() as tx:
             missing = schema.missing(tx)
+            if missing:  # and perhaps the tables that are asked for below
+                names = ", ".join(missing)
+                return _unavailable(f"migrations: {names} missing; run python -m migrations")
             alive = fleet.alive(tx)
             paused = _paused(fleet.backends(tx, ctx.settings.embedder))
     except StoreUnavailable as exc:
-        return Seen(
-            is_ready=False, shown={"status": "unavailable", "reason": f"postgres: {exc.message}"}
-        )
-    if missing:
-        reason = f"migrations: {', '.join(missing)} missing; run python -m migrations"
-        return _unavailable(reason)
+        return _unavailable(f"postgres: {exc.message}")
     degraded = [*redis_faults(ctx), *paused]
     if not alive.sweepers:
         degraded.append("no_sweeper")

@@ -151,15 +151,13 @@ class Settings:
         model = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.embedding_model)
         return self.embedding_version or f"{model}-{self.embedding_dim}"
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether the API can be reached from this machine only."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this machine, seen from itself."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def load(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:  # noqa: ANN401
@@ -267,7 +265,7 @@ def _contradictions(settings: Settings) -> list[str]:
         value = getattr(settings, name)
         if value and not NAME.fullmatch(value):
             faults.append(f"{name.upper()}: letters, digits, - and _ only")
-    if settings.auth == "off" and not settings.is_loopback:
+    if settings.auth == "off" and not is_loopback(settings.host):
         faults.append(f"AUTH=off is for loopback only, but HOST is {settings.host}")
     if settings.cleanup_job_days < settings.cleanup_done_days:
         faults.append("CLEANUP_JOB_DAYS: must not be less than CLEANUP_DONE_DAYS")

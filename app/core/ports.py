@@ -56,17 +56,19 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a sink made of some writes: rows that are gone, rows that it refused and why."""
+    """What a sink made of some writes: rows that are gone, that it refused, that are locked."""
 
     gone: frozenset[str]
     refused: Mapping[str, str]
+    busy: frozenset[str] = frozenset()
+    """Rows that another transaction holds: nothing was written, nobody was waited for."""
 
 
 class PrimarySink(Protocol):
     """The store that is written in the same transaction that settles the items."""
 
     def write(self, tx: Transaction, target: Target, writes: Sequence[Write]) -> Written:
-        """Store the vectors; name the rows that are gone and those refused."""
+        """Store the vectors; name the rows that are gone, refused, or locked by somebody else."""
         ...
 
     def read(

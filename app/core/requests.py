@@ -276,27 +276,30 @@ def _metadata_problems(metadata: dict[str, Any] | None) -> list[_Problem]:
 
 def _unstorable(metadata: dict[str, Any]) -> str | None:
     # Level by level and not by recursion: how deep it goes is the caller's choice.
-    level: list[Any] = [metadata]
-    for _ in range(METADATA_LEVELS + 1):
-        for value in level:
-            if isinstance(value, str) and not _is_storable(value):
-                return "holds characters that cannot be stored"
-            if isinstance(value, float) and not math.isfinite(value):
-                return "holds a number that is not finite"
-        level = [part for value in level for part in _parts(value)]
-        if not level:
+    containers: list[Any] = [metadata]
+    for _ in range(METADATA_LEVELS):
+        parts = [part for each in containers for part in _parts(each)]
+        problem = next(filter(None, map(_unstorable_part, parts)), None)
+        if problem:
+            return problem
+        containers = [part for part in parts if isinstance(part, dict | list)]
+        if not containers:
             return None
     return f"is nested deeper than {METADATA_LEVELS} levels"
 
 
-def _parts(value: Any) -> list[Any]:  # noqa: ANN401
-    match value:
-        case dict():
-            return [*value.keys(), *value.values()]
-        case list():
-            return value
-        case _:
-            return []
+def _parts(container: dict[str, Any] | list[Any]) -> list[Any]:
+    if isinstance(container, dict):
+        return [*container.keys(), *container.values()]
+    return container
+
+
+def _unstorable_part(value: Any) -> str | None:  # noqa: ANN401
+    if isinstance(value, str) and not _is_storable(value):
+        return "holds characters that cannot be stored"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "holds a number that is not finite"
+    return None
 
 
 def _is_storable(text: str) -> bool:

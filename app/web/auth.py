@@ -6,9 +6,11 @@ from collections.abc import Callable
 from functools import wraps
 from threading import Lock
 from typing import ParamSpec, TypeVar, cast
+from urllib.parse import urlsplit
 
 from flask import current_app, g, request
 
+from app.core.config import is_loopback
 from app.core.context import Context
 from app.core.errors import Forbidden, ScopeMissing, Unauthenticated
 from app.core.keys import hash_of, prefix_of
@@ -83,8 +85,7 @@ def require(scope: str) -> Caller:
 def _identified() -> Caller:
     ctx = cast("Context", current_app.extensions["context"])
     if ctx.settings.auth == "off":
-        if "X-Forwarded-For" in request.headers or "Forwarded" in request.headers:
-            raise Forbidden("AUTH=off serves this machine only, but a proxy sent this request")
+        _require_this_machine()
         return ANYONE
     key, is_cookie = _sent_key()
     if key is None:
@@ -92,6 +93,14 @@ def _identified() -> Caller:
     if is_cookie and request.method not in ("GET", "HEAD"):
         check_same_origin()
     return cast("Keys", current_app.extensions["keys"]).caller(key)
+
+
+def _require_this_machine() -> None:
+    if "X-Forwarded-For" in request.headers or "Forwarded" in request.headers:
+        raise Forbidden("AUTH=off serves this machine only, but a proxy sent this request")
+    # A page elsewhere may let its own name point here; then the browser says that name.
+    if not is_loopback(urlsplit(f"//{request.host}").hostname or ""):
+        raise Forbidden("AUTH=off serves this machine only: ask for 127.0.0.1 or localhost")
 
 
 def _sent_key() -> tuple[str | None, bool]:

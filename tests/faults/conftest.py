@@ -1,10 +1,13 @@
 """The stage of the fault suite: short leases, a quick sweeper, and an audit in the database."""
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import httpx
 import pytest
 
+from app.core import config
+from app.web import create_app
 from tests.api import Door
 from tests.fakes import Fake
 from tests.faults import invariants
@@ -28,11 +31,35 @@ def fake() -> Iterator[Fake]:
 
 
 @pytest.fixture
-def stage(
-    environ: dict[str, str], fake: Fake, start_process: StartProcess, start_api: StartApi
-) -> Iterator[Stage]:
-    """Give a stage with the API on it; the rest is the scenario's to start."""
+def quick_environ(environ: dict[str, str], fake: Fake) -> dict[str, str]:
+    """Give the environment of all processes, and begin the audit."""
     environ |= {**QUICK, "EMBEDDER_URL": fake.url}
     invariants.install(environ["DATABASE_URL"])
-    with httpx.Client(base_url=start_api(), trust_env=False, timeout=30) as client:
-        yield Stage(environ, fake, start_process, Door(client, None))
+    return environ
+
+
+@pytest.fixture
+def stage(
+    quick_environ: dict[str, str], fake: Fake, start_process: StartProcess
+) -> Iterator[Stage]:
+    """Give a stage with the API in this process; the rest is the scenario's to start."""
+    app = create_app(config.load(quick_environ))
+    transport = httpx.WSGITransport(app=app, raise_app_exceptions=False)
+    with (
+        closing(app.extensions["context"]),
+        httpx.Client(transport=transport, base_url="http://api") as client,
+        closing(Stage(quick_environ, fake, start_process, Door(client, None))) as stage,
+    ):
+        yield stage
+
+
+@pytest.fixture
+def served_stage(
+    quick_environ: dict[str, str], fake: Fake, start_process: StartProcess, start_api: StartApi
+) -> Iterator[Stage]:
+    """Give the same with the API under gunicorn, as in production."""
+    with (
+        httpx.Client(base_url=start_api(), trust_env=False, timeout=30) as client,
+        closing(Stage(quick_environ, fake, start_process, Door(client, None))) as stage,
+    ):
+        yield stage

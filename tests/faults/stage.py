@@ -54,6 +54,15 @@ class Stage:
     texts: dict[int, str] = field(default_factory=dict)
     polls: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._connection = psycopg.connect(
+            self.environ["DATABASE_URL"], autocommit=True, row_factory=dict_row
+        )
+
+    def close(self) -> None:
+        """Leave the database."""
+        self._connection.close()
+
     # ---- processes
 
     def start_worker(self, **more: str) -> Running:
@@ -84,10 +93,8 @@ class Stage:
 
     def rows(self, query: str, *values: object) -> list[dict[str, Any]]:
         """Ask Postgres."""
-        url = self.environ["DATABASE_URL"]
-        with psycopg.connect(url, autocommit=True, row_factory=dict_row) as connection:
-            cursor = connection.execute(query, values or None)
-            return cursor.fetchall() if cursor.description else []
+        cursor = self._connection.execute(query, values or None)
+        return cursor.fetchall() if cursor.description else []
 
     def one(self, query: str, *values: object) -> Any:
         """Ask Postgres for one value."""
@@ -159,9 +166,14 @@ class Stage:
         if faults:
             raise faults[0]
 
+    @property
+    def done(self) -> int:
+        """How many items are done, by the counts that are kept."""
+        return int(self.one("SELECT coalesce(sum(done), 0) FROM holdfast.job_counts"))
+
     def wait_until_done(self, number: int) -> None:
         """Wait until so many items are done."""
-        wait_for(lambda: self.statuses["done"] >= number, DRAIN_SECONDS)
+        wait_for(lambda: self.done >= number, DRAIN_SECONDS)
 
     def wait_until_final(self) -> None:
         """Wait until all jobs are final."""

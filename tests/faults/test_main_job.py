@@ -18,8 +18,9 @@ BETWEEN = 400
 
 
 def test_ten_thousand_items_survive_kills_and_an_emptied_redis(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
+    served_stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    stage = served_stage
     chance = random.Random(SEED)  # noqa: S311 - to be repeated
     stage.fake.seconds_per_item = 0.001
     stage.start_sweeper()

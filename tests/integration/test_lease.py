@@ -126,7 +126,7 @@ def test_settling_under_a_lost_lease_changes_nothing(
     before = mill.items(job_id)
 
     with mill.ctx.database.transaction() as tx:
-        assert items.hold(tx, [old]) == set()
+        assert not items.hold(tx, [old]).ours
     assert settle(mill, Settlement(old, outcome)) == 0
 
     assert mill.items(job_id) == before

@@ -134,7 +134,7 @@ def test_a_changed_text_takes_the_lease_of_the_old_one_away(tx: Tx) -> None:
 
     submit(tx, "emb-2", {"1": "new"})
 
-    assert items.hold(tx, old) == set()
+    assert not items.hold(tx, old).ours
     assert settle(tx, old) == 0
     assert statuses(tx) == {"1": "pending"}
     assert counts(tx, "emb-1") == counts(tx, "emb-2") == Counts(pending=1)
@@ -328,12 +328,12 @@ def test_what_is_held_cannot_be_taken_until_the_transaction_ends(
     end_leases(tx)
 
     with database.transaction() as worker:
-        assert items.hold(worker, claims) == {each.item_id for each in claims}
+        assert items.hold(worker, claims).ours == {each.item_id for each in claims}
         assert items.recover_expired(tx) == {}
         assert settle(worker, claims) == 2
 
     assert statuses(tx) == {"1": "done", "2": "done"}
-    assert items.hold(tx, []) == set()
+    assert not items.hold(tx, []).ours
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED, RETRIED, RELEASED, SKIPPED])

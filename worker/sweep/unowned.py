@@ -17,11 +17,10 @@ def run_once(ctx: Context) -> Counter[str]:
         if not items.has_unowned(tx):
             return Counter()
         job_id = f"emb-{secrets.token_hex(16)}"
-        jobs.insert(tx, NewJob(job_id, client="sql"))
         adopted = items.adopt(tx, job_id)
         if not adopted:
-            # Only duplicates of what is in the queue already: cancelled, and no job needed.
-            jobs.drop_empty(tx, job_id)
+            return Counter()
+        jobs.insert(tx, NewJob(job_id, client="sql"))
     facts = {"event": "job_accepted", "job_id": job_id, "client": "sql", "items": adopted}
     log.info("rows without a job taken up", extra=facts)
     return Counter(adopted=adopted)

@@ -16,15 +16,14 @@ from app.core.errors import ERROR_TEXT_CHARACTERS, BackendFault, ErrorClass
 from app.core.model import Target
 from app.core.ports import Transaction, Write, Written
 
-# Names come from embedding_targets and reach SQL through sql.Identifier only. Rows are locked in
-# key order, so that writers of two columns of one table never wait for each other in a ring.
+# Names come from embedding_targets and reach SQL through sql.Identifier only. SKIP LOCKED: whoever
+# changes a row and then enqueues its new text holds the row and waits for the item that we hold.
 UPDATE = """
 WITH held AS (
     SELECT t.{id} AS id
       FROM {table} t
      WHERE t.{id} = ANY(%(ids)s::text[]::{id_type}[])
-     ORDER BY t.{id}
-       FOR NO KEY UPDATE
+       FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE {table} AS t
    SET {vector} = new.vector
@@ -32,6 +31,9 @@ UPDATE {table} AS t
   JOIN held ON held.id = new.target_id::{id_type}
  WHERE t.{id} = held.id
 RETURNING t.{id}::text AS target_id
+"""
+EXISTING = """
+SELECT {id}::text AS target_id FROM {table} WHERE {id} = ANY(%(ids)s::text[]::{id_type}[])
 """
 READ = """
 SELECT {id}::text AS target_id, {vector}::real[] AS vector
@@ -88,7 +90,7 @@ class PgVector:
     """Writes to and reads from the vector columns of registered targets."""
 
     def write(self, tx: Transaction, target: Target, writes: Sequence[Write]) -> Written:
-        """Store the vectors in the open transaction; name the rows that are gone or refused.
+        """Store the vectors in the open transaction; name the rows that are gone, refused or locked.
 
         Raises BackendFault where the table itself is not as it was registered.
         """
@@ -97,8 +99,13 @@ class PgVector:
         stored: set[str] = set()
         refused: dict[str, str] = {}
         self._write(connection, target, writes, stored, refused)
-        sent = {write.target_id for write in writes}
-        return Written(gone=frozenset(sent - stored - refused.keys()), refused=refused)
+        missing = {write.target_id for write in writes} - stored - refused.keys()
+        busy = self._existing(tx, target, missing) if missing else frozenset[str]()
+        return Written(gone=frozenset(missing - busy), refused=refused, busy=busy)
+
+    def _existing(self, tx: Transaction, target: Target, ids: set[str]) -> frozenset[str]:
+        rows = tx.execute(_composed(EXISTING, target), {"ids": list(ids)})
+        return frozenset(row["target_id"] for row in rows)
 
     def read(
         self, tx: Transaction, target: Target, target_ids: Sequence[str]

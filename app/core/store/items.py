@@ -1,6 +1,7 @@
 """The queue: `embedding_retry_queue`, the items of each job, and their failed attempts.
 
-Locks are taken in one order everywhere: a job's row before its items, items by key.
+Locks are taken in one order everywhere: a job's row before its items, items by key. A worker that
+holds items waits for no other row.
 """
 
 from collections import Counter
@@ -26,6 +27,9 @@ from app.core.model import (
 )
 from app.core.store.database import Tx
 
+# What touches every item of a job may take longer than a statement does elsewhere: about a minute
+# for a million.
+TAKE_TIME = "SET LOCAL statement_timeout = '15min'"
 
 # PRESERVE ROWS, emptied before each use: a stream fills it over many short transactions.
 CREATE_INCOMING = """
@@ -206,13 +210,14 @@ def claim(tx: Tx, terms: ClaimTerms, *, limit: int, paused_models: Sequence[str]
         )
 
 
+# SKIP LOCKED here and in HOLD: who else has such a row is a batch that brings it again, and waits
+# for the others of this slice next. Nobody who holds items waits for one.
 EXTEND = """
 WITH held AS (
     SELECT id
       FROM public.embedding_retry_queue
      WHERE id = ANY(%(ids)s::bigint[]) AND lease_token = %(token)s AND status = 'processing'
-     ORDER BY target_table, target_id, embedding_version
-       FOR UPDATE
+       FOR UPDATE SKIP LOCKED
 )
 UPDATE public.embedding_retry_queue AS q
    SET lease_until = now() + make_interval(secs => %(lease_seconds)s)
@@ -223,7 +228,7 @@ RETURNING q.id
 
 
 def extend(tx: Tx, ids: Sequence[int], token: int, *, lease_seconds: float) -> int:
-    """Prolong the leases that are still held; return how many were."""
+    """Prolong the leases that are still held and not locked; return how many were."""
     values = {"ids": list(ids), "token": token, "lease_seconds": lease_seconds}
     return tx.execute(EXTEND, values).rowcount
 
@@ -232,20 +237,36 @@ HOLD = """
 SELECT id
   FROM public.embedding_retry_queue
  WHERE id = ANY(%(ids)s::bigint[]) AND lease_token = %(token)s AND status = 'processing'
- ORDER BY target_table, target_id, embedding_version
-   FOR UPDATE
+   FOR UPDATE SKIP LOCKED
+"""
+STILL_OURS = """
+SELECT id
+  FROM public.embedding_retry_queue
+ WHERE id = ANY(%(ids)s::bigint[]) AND lease_token = %(token)s AND status = 'processing'
 """
 
 
-def hold(tx: Tx, claims: Sequence[Claim]) -> set[int]:
-    """Lock the claimed items whose lease still stands, and return their ids.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Claimed items whose lease still stands: those locked by us now, and by somebody else."""
+
+    ours: frozenset[int]
+    busy: frozenset[int]
+
+
+def hold(tx: Tx, claims: Sequence[Claim]) -> Held:
+    """Lock the claimed items whose lease still stands.
 
     Until this transaction ends nobody can take them, so what is written for them now is fenced.
     """
     if not claims:
-        return set()
+        return Held(frozenset(), frozenset())
     values = {"ids": [claim.item_id for claim in claims], "token": claims[0].lease_token}
-    return {int(row["id"]) for row in tx.execute(HOLD, values)}
+    ours = frozenset(int(row["id"]) for row in tx.execute(HOLD, values))
+    if len(ours) == len(claims):
+        return Held(ours, frozenset())
+    leased = frozenset(int(row["id"]) for row in tx.execute(STILL_OURS, values))
+    return Held(ours, leased - ours)
 
 
 # The token is the fence. What would go back to 'pending' for a job that was cancelled meanwhile
@@ -428,7 +449,9 @@ def revive(tx: Tx, job_id: str) -> int:
 
     None where the job is being cancelled: nobody would work on them.
     """
-    return tx.execute(REVIVE, {"job_id": job_id}).rowcount
+    with tx.transaction():
+        tx.execute(TAKE_TIME)
+        return tx.execute(REVIVE, {"job_id": job_id}).rowcount
 
 
 # Locked by one statement and changed by the next, as in RECOVER; those of other jobs too, as their
@@ -441,14 +464,25 @@ SELECT count(*)
          ORDER BY target_table, target_id, embedding_version
            FOR UPDATE) AS locked
 """
-# An item that another open job waits for goes on, as that job's.
+# An item that another open job waits for goes on, as that job's (holdfast.owner_of does the same
+# for one item).
 CANCEL = """
+WITH stopped AS MATERIALIZED (
+    SELECT q.id, q.status,
+           (SELECT min(j.id)
+              FROM holdfast.job_items i
+              JOIN holdfast.jobs j ON j.id = i.job_id
+             WHERE i.item_id = q.id AND j.finished_at IS NULL AND j.cancelled_at IS NULL) AS heir
+      FROM public.embedding_retry_queue q
+     WHERE q.job_id = %(job_id)s AND q.status IN ('pending', 'processing')
+)
 UPDATE public.embedding_retry_queue AS q
-   SET status = CASE WHEN q.status = 'pending' AND holdfast.owner_of(q.id, q.job_id) IS NULL
-                     THEN 'cancelled' ELSE q.status END,
-       job_id = coalesce(holdfast.owner_of(q.id, q.job_id), q.job_id),
+   SET status = CASE WHEN s.status = 'pending' AND s.heir IS NULL THEN 'cancelled'
+                     ELSE s.status END,
+       job_id = coalesce(s.heir, q.job_id),
        updated_at = now()
- WHERE q.job_id = %(job_id)s AND q.status IN ('pending', 'processing')
+  FROM stopped s
+ WHERE q.id = s.id AND (s.heir IS NOT NULL OR s.status = 'pending')
 RETURNING q.status, q.job_id
 """
 
@@ -459,6 +493,7 @@ def cancel(tx: Tx, job_id: str) -> tuple[int, set[str]]:
     Returns how many items were cancelled, and the jobs that took over some.
     """
     with tx.transaction():
+        tx.execute(TAKE_TIME)
         tx.execute(LOCK_OPEN, {"job_id": job_id})
         rows = tx.execute(CANCEL, {"job_id": job_id}).fetchall()
     cancelled = sum(row["status"] == ItemStatus.CANCELLED for row in rows)
@@ -484,16 +519,24 @@ UNOWNED = """
 SELECT EXISTS (
     SELECT FROM public.embedding_retry_queue q
       JOIN holdfast.embedding_targets t ON t.target_table = q.target_table AND t.is_current
-     WHERE q.job_id IS NULL AND q.status = 'pending'
+     WHERE q.job_id IS NULL AND q.embedding_version IS NULL AND q.status = 'pending'
        AND holdfast.is_id(q.target_id, t.id_type)) AS found
+"""
+# What came after this is left to the next sweep by all that follows.
+LOCK_UNOWNED = """
+SELECT q.id
+  FROM public.embedding_retry_queue q
+  JOIN holdfast.embedding_targets t ON t.target_table = q.target_table AND t.is_current
+ WHERE q.job_id IS NULL AND q.embedding_version IS NULL AND q.status <> 'cancelled'
+   AND holdfast.is_id(q.target_id, t.id_type)
+   FOR UPDATE OF q
 """
 ADOPT = """
 WITH newest AS (
     SELECT DISTINCT ON (q.target_table, q.target_id) q.id, t.embedding_version, t.model
       FROM public.embedding_retry_queue q
       JOIN holdfast.embedding_targets t ON t.target_table = q.target_table AND t.is_current
-     WHERE q.job_id IS NULL AND q.embedding_version IS NULL
-       AND holdfast.is_id(q.target_id, t.id_type)
+     WHERE q.id = ANY(%(unowned)s::bigint[])
        AND NOT EXISTS (SELECT FROM public.embedding_retry_queue k
                         WHERE k.target_table = q.target_table AND k.target_id = q.target_id
                           AND k.embedding_version = t.embedding_version)
@@ -511,39 +554,36 @@ SELECT %(job_id)s, row_number() OVER (ORDER BY q.id) - 1, q.id, q.content_hash
   FROM public.embedding_retry_queue q
  WHERE q.id = ANY(%(ids)s::bigint[])
 """
-# A row for a key that is in the queue already brings a newer text, or is an older duplicate.
+# A row for a key that is in the queue already brings a newer text, or asks again for what was
+# cancelled or skipped, as a POST may; otherwise it is a duplicate.
 REPLACE_TEXT = """
 WITH newest AS (
-    SELECT DISTINCT ON (k.id) k.id, q.text_content, q.content_hash, q.id AS from_id
+    SELECT DISTINCT ON (k.target_table, k.target_id, k.embedding_version)
+           k.id, q.text_content, q.content_hash
       FROM public.embedding_retry_queue q
       JOIN holdfast.embedding_targets t ON t.target_table = q.target_table AND t.is_current
       JOIN public.embedding_retry_queue k
         ON k.target_table = q.target_table AND k.target_id = q.target_id
        AND k.embedding_version = t.embedding_version
-     WHERE q.job_id IS NULL AND q.embedding_version IS NULL AND q.status = 'pending'
-       AND q.created_at >= k.created_at AND q.content_hash <> k.content_hash
-       AND k.id <> ALL(%(ids)s::bigint[])
-     ORDER BY k.id, q.created_at DESC, q.id DESC
+     WHERE q.id = ANY(%(unowned)s::bigint[]) AND q.job_id IS NULL AND q.status = 'pending'
+       AND q.created_at >= k.created_at AND k.id <> ALL(%(ids)s::bigint[])
+     ORDER BY k.target_table, k.target_id, k.embedding_version, q.created_at DESC, q.id DESC
 )
 UPDATE public.embedding_retry_queue AS k
    SET text_content = n.text_content, content_hash = n.content_hash, job_id = %(job_id)s,
-       status = 'pending', max_attempts = NULL, kills = 0, next_attempt_at = now(),
-       lease_token = NULL, lease_until = NULL, leased_by = NULL, error_class = NULL,
-       skip_reason = NULL, processed_at = NULL, updated_at = now()
+       project = '', priority = 0, status = 'pending', max_attempts = NULL, kills = 0,
+       next_attempt_at = now(), lease_token = NULL, lease_until = NULL, leased_by = NULL,
+       error_class = NULL, skip_reason = NULL, processed_at = NULL, updated_at = now()
   FROM newest n
  WHERE k.id = n.id
+   AND (k.content_hash <> n.content_hash OR k.status = 'cancelled' OR k.skip_reason IS NOT NULL)
 RETURNING k.id
 """
 CANCEL_REPLACED = """
 UPDATE public.embedding_retry_queue AS q
    SET status = 'cancelled', updated_at = now(),
        last_error = 'replaced by a newer row for the same target'
-  FROM holdfast.embedding_targets t
- WHERE q.job_id IS NULL AND q.embedding_version IS NULL AND q.status = 'pending'
-   AND t.target_table = q.target_table AND t.is_current
-   AND EXISTS (SELECT FROM public.embedding_retry_queue k
-                WHERE k.target_table = q.target_table AND k.target_id = q.target_id
-                  AND k.embedding_version = t.embedding_version)
+ WHERE q.id = ANY(%(unowned)s::bigint[]) AND q.job_id IS NULL AND q.status = 'pending'
 """
 
 
@@ -554,13 +594,18 @@ def has_unowned(tx: Tx) -> bool:
 
 
 def adopt(tx: Tx, job_id: str) -> int:
-    """Make every row without a job, whose target is registered, an item of this job."""
-    ids = [int(row["id"]) for row in tx.execute(ADOPT, {"job_id": job_id})]
-    values = {"job_id": job_id, "ids": ids}
-    ids += [int(row["id"]) for row in tx.execute(REPLACE_TEXT, values)]
-    tx.execute(CANCEL_REPLACED)
-    tx.execute(LINK_ADOPTED, {"job_id": job_id, "ids": ids})
-    return len(ids)
+    """Make every row without a job, whose target is registered, an item of this job.
+
+    Returns how many; none where each was a duplicate of what is in the queue.
+    """
+    tx.execute(TAKE_TIME)
+    values: dict[str, Any] = {"job_id": job_id}
+    values["unowned"] = [row["id"] for row in tx.execute(LOCK_UNOWNED)]
+    values["ids"] = [row["id"] for row in tx.execute(ADOPT, values)]
+    replaced = [row["id"] for row in tx.execute(REPLACE_TEXT, values)]
+    tx.execute(CANCEL_REPLACED, values)
+    values["ids"] += replaced
+    return tx.execute(LINK_ADOPTED, values).rowcount
 
 
 # Keyset by position. Inside, an item's own word; outside, `skipped` is apart from `done`.

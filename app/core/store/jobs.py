@@ -420,14 +420,3 @@ def prune(tx: Tx, *, days: int, limit: int) -> int:
 def prune_keys(tx: Tx, *, limit: int) -> int:
     """Delete a block of idempotency keys that no longer hold; return how many."""
     return tx.execute(PRUNE_KEYS, {"days": IDEMPOTENCY_DAYS, "limit": limit}).rowcount
-
-
-DROP_EMPTY = """
-DELETE FROM holdfast.jobs
- WHERE id = %(id)s AND NOT EXISTS (SELECT FROM holdfast.job_items WHERE job_id = %(id)s)
-"""
-
-
-def drop_empty(tx: Tx, job_id: str) -> None:
-    """Take back a job that was made in this transaction and got no items."""
-    tx.execute(DROP_EMPTY, {"id": job_id})
