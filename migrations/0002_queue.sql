@@ -144,7 +144,8 @@ CREATE TABLE holdfast.job_items (
     item_id       bigint NOT NULL,
     content_hash  bytea NOT NULL,
     custom_id     text,
-    metadata      jsonb,
+    -- json and not jsonb: given back as it came, and never larger than it came.
+    metadata      json,
     -- Set when an item leaves a final state again while this job is final: what it was here.
     outcome       text,
     error_class   text,

@@ -103,6 +103,7 @@ def migrate(
         locked = connection.execute(TRY_LOCK, {"key": LOCK_KEY}).fetchone()
         if not locked or not locked[0]:
             raise MigrationError("another migration is running on this database; wait for its end")
+        _refuse_encoding(connection)
         missing = pending(connection, steps())
         if missing:
             connection.execute(PREPARE)
@@ -116,6 +117,13 @@ def migrate(
                 connection.execute(DEMO_VALUES, values)
                 connection.execute((HERE / "demo_targets.sql").read_bytes())
         return [step.name for step in missing]
+
+
+def _refuse_encoding(connection: psycopg.Connection) -> None:
+    with connection.cursor(row_factory=scalar_row) as cursor:
+        encoding = cursor.execute("SHOW server_encoding").fetchone()
+    if encoding != "UTF8":
+        raise MigrationError(f"the database's encoding is {encoding}; texts need one of UTF8")
 
 
 def check(database_url: str) -> list[str]:

@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn, Self, cast
+from typing import Any, LiteralString, NoReturn, Self, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
@@ -15,15 +15,17 @@ import psycopg
 import pytest
 from flask import Flask
 from psycopg import sql
-from psycopg.rows import dict_row
 
+from app.adapters.sinks.pgvector import build as build_sink
 from app.core import config
 from app.core.config import Settings
 from app.core.context import Context
 from app.core.errors import FailedItemsRemain
 from app.core.keys import hash_of, new_key
-from app.core.model import Counts, ItemStatus
-from app.core.store import clients, jobs
+from app.core.model import Counts, ItemStatus, Target
+from app.core.store import clients, jobs, targets
+from app.core.store.database import Tx
+from app.core.store.targets import NewTarget
 from app.web import create_app
 from tests import processes
 from tests.conftest import free_port
@@ -264,16 +266,14 @@ class Ground:
     def door_of(self, key: str | None, *, may_be_away: bool = False) -> Door:
         """Open a door for a key, or for nobody."""
         transport = httpx.WSGITransport(app=self.app, raise_app_exceptions=False)
-        http = httpx.Client(transport=transport, base_url="http://api")
+        http = httpx.Client(transport=transport, base_url="http://localhost")
         return Door(http, key, may_be_away=may_be_away)
 
     # ---- Postgres
 
     def rows(self, query: str, *values: object) -> list[dict[str, Any]]:
         """Ask Postgres."""
-        with psycopg.connect(
-            self.environ["DATABASE_URL"], autocommit=True, row_factory=dict_row
-        ) as connection:
+        with self.ctx.database.session() as connection:
             cursor = connection.execute(query, values or None)
             return cursor.fetchall() if cursor.description else []
 
@@ -283,6 +283,15 @@ class Ground:
         query = "INSERT INTO ai_insights (id, body) SELECT unnest(%s::bigint[]), ''"
         self.rows(query, ids)
         return ids
+
+    def add_target(self, name: str, id_type: LiteralString, model: str = MODEL) -> None:
+        """Make a table with ids of a type, and register it as a target."""
+        names = {"table": sql.Identifier(name), "id_type": sql.SQL(id_type)}
+        create = "CREATE TABLE {table} (id {id_type} PRIMARY KEY, embedding vector(8))"
+        new = NewTarget(name, "id", "embedding", model, "v1", DIMENSION)
+        with self.ctx.database.transaction() as tx:
+            tx.execute(sql.SQL(create).format(**names))
+            targets.register(tx, new)
 
     def new_items(self, *texts: str) -> list[Item]:
         """Return an item for each text, each for a new row of the target table."""
@@ -370,38 +379,46 @@ class Ground:
 
     def check_nothing_lost(self) -> None:
         """Check the whole database: states, vectors, attempts, and that counts add up."""
-        rows = self.rows(
-            """SELECT q.*, t.embedding::real[] AS vector
-                 FROM public.embedding_retry_queue q
-                 LEFT JOIN ai_insights t
-                   ON q.target_table = 'ai_insights' AND t.id::text = q.target_id"""
-        )
-        for row in rows:
-            self._check_item(row)
-        keys = {(row["target_table"], row["target_id"], row["embedding_version"]) for row in rows}
-        assert len(keys) == len(rows)
         with self.ctx.database.transaction() as tx:
             for row in self.rows("SELECT id FROM holdfast.jobs"):
                 job = jobs.find(tx, row["id"])
                 assert job
                 assert all(getattr(job.counts, each.name) >= 0 for each in fields(Counts))
-                links = self.rows(
-                    "SELECT count(*) AS n FROM holdfast.job_items WHERE job_id = %s", job.id
-                )
-                assert links == [{"n": job.counts.total}]
+                query = "SELECT count(*) AS n FROM holdfast.job_items WHERE job_id = %s"
+                assert self.rows(query, job.id) == [{"n": job.counts.total}]
+            registered = targets.registered(tx)
+            for target in registered:
+                self._check_target(tx, target)
+        [all_items] = self.rows("SELECT count(*) AS n FROM public.embedding_retry_queue")
+        known = [target.target_table for target in registered]
+        query = (
+            "SELECT count(*) AS n FROM public.embedding_retry_queue WHERE target_table = ANY(%s)"
+        )
+        assert [all_items] == self.rows(query, known)
 
-    def _check_item(self, row: dict[str, Any]) -> None:
-        status = ItemStatus(row["status"])
-        assert status in (ItemStatus.DONE, ItemStatus.FAILED, ItemStatus.CANCELLED), row
-        assert row["max_attempts"] is None or row["attempts"] <= row["max_attempts"]
-        if status is ItemStatus.FAILED:
-            is_last = row["attempts"] == row["max_attempts"]
-            assert is_last or row["error_class"] in PERMANENT, row
-        if status is ItemStatus.DONE and not row["skip_reason"]:
-            right = vector_of(row["model"], row["text_content"], DIMENSION)
-            assert float32(row["vector"]) == right
-        else:
-            assert row["vector"] is None
+    def _check_target(self, tx: Tx, target: Target) -> None:
+        query = """SELECT * FROM public.embedding_retry_queue
+                    WHERE target_table = %s AND embedding_version = %s"""
+        rows = self.rows(query, target.target_table, target.embedding_version)
+        ids = [row["target_id"] for row in rows]
+        assert len(ids) == len(set(ids))
+        vectors = build_sink().read(tx, target, ids)
+        for row in rows:
+            _check_item(row, vectors.get(row["target_id"]))
+
+
+def _check_item(row: Mapping[str, Any], vector: list[float] | None) -> None:
+    status = ItemStatus(row["status"])
+    assert status in (ItemStatus.DONE, ItemStatus.FAILED, ItemStatus.CANCELLED), row
+    assert row["max_attempts"] is None or row["attempts"] <= row["max_attempts"]
+    if status is ItemStatus.FAILED:
+        is_last = row["attempts"] == row["max_attempts"]
+        assert is_last or row["error_class"] in PERMANENT, row
+    if status is ItemStatus.DONE and not row["skip_reason"]:
+        assert vector
+        assert float32(vector) == vector_of(row["model"], row["text_content"], DIMENSION)
+    else:
+        assert vector is None
 
 
 # ---- fixtures: a file of tests imports those that it wants --------------------------------------
@@ -479,6 +496,28 @@ def serving(environ: Mapping[str, str], log: Path) -> Generator[Served]:
         yield served
     finally:
         running.end()
+
+
+@contextmanager
+def working(environ: Mapping[str, str], log: Path) -> Generator[Running]:
+    """Start a worker, wait until it hears bells, and stop it at the end."""
+    running = processes.start(
+        ("worker", "run", "embeddings"), {"QUEUE_WAIT_TIME": "1", **environ}, log
+    )
+    query = "SELECT name FROM holdfast.processes WHERE pid = %s"
+    try:
+        with psycopg.connect(environ["DATABASE_URL"], autocommit=True) as connection:
+            wait_for(
+                lambda: _lives(running) and connection.execute(query, [running.pid]).fetchone(), 60
+            )
+        yield running
+    finally:
+        running.end()
+
+
+def _lives(running: Running) -> bool:
+    assert running.is_alive, running.said
+    return True
 
 
 def _answers(served: Served) -> bool:

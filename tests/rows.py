@@ -165,6 +165,23 @@ def make_due(tx: Tx) -> None:
     )
 
 
+AGE_ITEMS = """
+UPDATE public.embedding_retry_queue SET updated_at = now() - make_interval(days => %(days)s)
+ WHERE status IN ('done', 'cancelled', 'failed')
+"""
+AGE_JOBS = """
+UPDATE holdfast.jobs SET finished_at = finished_at - make_interval(days => %(days)s),
+       expires_at = expires_at - make_interval(days => %(days)s)
+ WHERE finished_at IS NOT NULL
+"""
+
+
+def age(tx: Tx, *, days: int) -> None:
+    """Let everything that is final have become so many days ago."""
+    tx.execute(AGE_ITEMS, {"days": days})
+    tx.execute(AGE_JOBS, {"days": days})
+
+
 def row(tx: Tx, target_id: str, *, table: str = TABLE) -> dict[str, Any]:
     """Return the row of an item."""
     found = tx.execute(
@@ -228,3 +245,12 @@ SELECT q.target_id, q.status, q.job_id, j.state, j.cancelled_at IS NOT NULL AS w
 def stranded(tx: Tx) -> list[dict[str, Any]]:
     """Return the open items that no bell would ever work on."""
     return tx.execute(STRANDED).fetchall()
+
+
+def waiting(tx: Tx) -> int:
+    """Return how many connections to this database wait for a lock."""
+    found = tx.execute(
+        "SELECT count(*) AS waiting FROM pg_stat_activity"
+        " WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    ).fetchone()
+    return int(found["waiting"]) if found else 0

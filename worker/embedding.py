@@ -36,7 +36,6 @@ from app.core.model import (
     backoff,
     check_vectors,
     decide,
-    queue_for,
 )
 from app.core.ports import Write
 from app.core.store import fleet, items, jobs, targets
@@ -167,13 +166,9 @@ class _Drain:
         if seconds < TURN_SECONDS or self.job.priority > 0:
             return False
         try:
-            return self.ctx.bells.others_wait(self._queue(), self.job.id)
+            return self.ctx.bells.others_wait(self.horse.queue, self.job.id)
         except BellsUnavailable:
             return False
-
-    def _queue(self) -> str:
-        project = self.ctx.settings.queue_project
-        return queue_for(project, frozenset({f"embeddings-{project}"}))
 
     def _publish(self) -> None:
         if time.monotonic() - self.published_at >= 1:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from resource import struct_rusage
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import redis
 from redis.backoff import ExponentialBackoff
@@ -28,7 +28,7 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegist
 from rq.timeouts import HorseMonitorTimeoutException
 from rq.utils import now
 
-from app.core.bells import BellJob, BellQueue
+from app.core.bells import BellJob, BellQueue, job_of
 from app.core.config import Settings
 from app.core.errors import ErrorClass, StoreUnavailable
 from app.core.link import Link, connect
@@ -64,8 +64,8 @@ def run(settings: Settings, queue: str) -> int:
     # cores, and not survive a fork.
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # noqa: TID251 - a library's
     notice = Notice.of_service()
-    recipe = prepare(settings)
     queue = queue.partition(":")[0]  # embeddings:2 is how a service manager names a second worker
+    recipe = prepare(settings, queue)
     gc.freeze()  # what the parent loaded is not touched, and so not copied, by each horse
     stop = StopByte()
     tasks.STABLE.set(tasks.Stable(recipe, stop.is_set))
@@ -209,7 +209,7 @@ class HoldfastWorker(Worker):
         cause = self._cause(ret_val, rusage)
         self.counters["horses_killed"] += 1
         self.counters[cause.error_class] += 1
-        facts = {"event": "horse_killed", "bell": job.id, "error_class": cause.error_class}
+        facts = {"event": "horse_killed", "bell": job.id, "job_id": job_of(job.id)}
         freed: int | None = None
         try:
             with self._store(LAST_LIMIT_SECONDS) as tx:
@@ -219,10 +219,13 @@ class HoldfastWorker(Worker):
         except Exception as exc:  # noqa: BLE001 - whatever it is, it would end the worker
             self.counters["store_errors"] += 1
             facts["reason"] = f"leases left to run out: {type(exc).__name__}"
-        log.warning("horse died: %s", cause.message, extra={**facts, "items": freed})
+        told = {"error_class": cause.error_class, "items": freed}
+        log.warning("horse died: %s", cause.message, extra={**facts, **told})
 
     def _cause(self, wait_status: int | None, usage: struct_rusage | None) -> "Cause":
-        error_class = death_class(wait_status, is_out_of_memory=self._kills() != self._kills_before)
+        before, now_killed = self._kills_before, self._kills()
+        has_grown = before is not None and now_killed is not None and now_killed > before
+        error_class = death_class(wait_status, is_out_of_memory=has_grown)
         if error_class is not ErrorClass.OOM_KILLED:
             return Cause(error_class, _death_message(wait_status))
         limit = self._cgroup.limit_bytes() if self._cgroup else None
@@ -287,9 +290,9 @@ class HoldfastWorker(Worker):
         """Stand in RQ's list of workers again where Redis was emptied."""
         if self.connection.sismember(self.redis_workers_keys, self.key):
             return
+        entry: dict[Any, Any] = self.serialize()  # pyright: ignore[reportUnknownVariableType]
         with self.connection.pipeline() as pipeline:
-            pipeline.hset(self.key, mapping=cast("dict[Any, Any]", self.serialize()))
-            pipeline.hset(self.key, "state", self.get_state())
+            pipeline.hset(self.key, mapping={**entry, "state": self.get_state()})
             pipeline.expire(self.key, self.worker_ttl + 60)
             worker_registration.register(self, pipeline)
             pipeline.execute()

@@ -15,7 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class Lease:
-    """Extends the leases of the slice in hand each third of their time, until told to stop."""
+    """Extends the leases of the slice in hand each third of their time, until told to stop.
+
+    That one was lost is found, counted and said when its outcome is to be written.
+    """
 
     def __init__(self, database: Database, *, backend: str, lease_seconds: float) -> None:
         self._database = database
@@ -69,13 +72,7 @@ class Lease:
             with self._database.transaction() as tx:
                 if probed:
                     fleet.extend_probe(tx, self._backend, probed, seconds=seconds)
-                extended = items.extend(tx, ids, token, lease_seconds=seconds)
+                items.extend(tx, ids, token, lease_seconds=seconds)
         except StoreUnavailable as exc:
             # The fence decides later whether the leases outlived this.
             log.warning("leases not extended: %s", exc, extra={"event": "lease_lost"})
-            return
-        with self._lock:
-            lost = len(self._held) - extended if self._held == held else 0
-        if lost > 0:
-            facts = {"event": "lease_lost", "items": lost}
-            log.warning("leases lost while the call went on", extra=facts)

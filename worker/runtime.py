@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from app.core.config import Settings
 from app.core.context import Context, open_context
+from app.core.model import EMBEDDINGS
 from app.core.ports import Embedder, EmbedderOptions, PrimarySink, find
 
 HORSE_CONNECTIONS = 3
@@ -17,6 +18,7 @@ class Recipe:
     """What the parent settles before it forks: settings, adapters loaded, nothing opened."""
 
     settings: Settings
+    queue: str
     build_embedder: Callable[[EmbedderOptions], Embedder]
     build_sink: Callable[[], PrimarySink]
     pid: int
@@ -31,6 +33,8 @@ class Horse:
     embedder: Embedder
     sink: PrimarySink
     backend: str
+    queue: str
+    """Where its bell came from, and where it rings again."""
     leased_by: str
     """The bell's id: the name under which it holds leases."""
     must_stop: Callable[[], bool]
@@ -42,13 +46,14 @@ class Horse:
         self.context.close()
 
 
-def prepare(settings: Settings) -> Recipe:
+def prepare(settings: Settings, queue: str = EMBEDDINGS) -> Recipe:
     """Load the chosen adapters, so that a fork finds them in memory; open nothing.
 
     Raises ConfigError where an adapter is unknown or refuses its options.
     """
     recipe = Recipe(
         settings=settings,
+        queue=queue,
         build_embedder=find("embedders", settings.embedder),
         build_sink=find("sinks", settings.sinks.split(",")[0].strip()),
         pid=os.getpid(),
@@ -71,6 +76,7 @@ def open_horse(recipe: Recipe, *, leased_by: str, stop_asked: Callable[[], bool]
         embedder=recipe.build_embedder(embedder_options(settings)),
         sink=recipe.build_sink(),
         backend=settings.embedder,
+        queue=recipe.queue,
         leased_by=leased_by,
         must_stop=lambda: stop_asked() or recipe.pid not in (os.getppid(), os.getpid()),
     )

@@ -48,7 +48,7 @@ READ_FIELDS = frozenset(
 limit or metadata, and no packed error that could burst."""
 
 
-class BellRefused(HoldfastError):  # noqa: N818 - as in errors.py
+class BellRefused(HoldfastError):
     """What is stored under a bell's id is not a bell of ours."""
 
     code = "bell_refused"
@@ -233,7 +233,8 @@ class Bells:
             if mine:
                 self._redis.zrem(registry.key, *mine)
                 for bell in mine:
-                    self._redis.delete(BellJob.key_for(bell), Result.get_key(bell))
+                    result = Result.get_key(bell)  # type: ignore[no-untyped-call]
+                    self._redis.delete(BellJob.key_for(bell), result)
         return len(mine)
 
     def failed(self, queue: str) -> list[str]:

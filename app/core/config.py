@@ -164,7 +164,7 @@ def load(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings
     """Read the settings from `environ` (the process's own by default).
 
     `overrides` win over it: they are what a command sets for the processes that it starts.
-    A secret may be the path of a file instead: `<NAME>_FILE`. Raises ConfigError naming every fault.
+    A secret may be the path of a file instead: `<NAME>_FILE`. Raises ConfigError naming each fault.
     """
     source = dict(os.environ if environ is None else environ)
     values: dict[str, Any] = dict(overrides)

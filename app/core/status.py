@@ -4,7 +4,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from threading import Event
 from typing import Any
@@ -37,6 +37,7 @@ class View:
 
     job: Job
     body: bytes
+    seen_at: float = field(default_factory=time.monotonic)
 
 
 def find(ctx: Context, caller: Caller, job_id: str) -> bytes:
@@ -140,7 +141,9 @@ def _view(ctx: Context, tx: Tx, job: Job) -> View:
 def _keep(ctx: Context, view: View) -> None:
     job = view.job
     ttl = FRESH_SECONDS if not job.state.is_final else _seconds_left(job)
-    if ttl <= 0:
+    # What was long on its way here is not shown: since then another run may have begun and the
+    # body that would win over this one have expired.
+    if ttl <= 0 or time.monotonic() - view.seen_at > FRESH_SECONDS:
         return
     try:
         ctx.live.keep(

@@ -31,6 +31,8 @@ from app.core.store.jobs import IdempotencyKey, NewJob
 log = logging.getLogger(__name__)
 
 COPY_BLOCK = 1000
+REPEATED_BLOCK = 100_000
+"""Each block of repeated ids costs a look at the whole batch."""
 TOO_MANY_RETRY_SECONDS = 60
 MERGE_TIMEOUT = "SET LOCAL statement_timeout = '15min'"
 """A stream of a million items is merged in one statement."""
@@ -144,7 +146,7 @@ def _collect(ctx: Context, connection: Tx, caller: Caller, incoming: Incoming) -
 
 
 def _refuse_repeated(connection: Tx, incoming: Incoming, checked: _Checked) -> None:
-    while repeated := items.repeated_custom_ids(connection, limit=FAULTS_SHOWN):
+    while repeated := items.repeated_custom_ids(connection, limit=REPEATED_BLOCK):
         for position in repeated:
             line = position + 1 if incoming.is_stream else None
             message = "stands earlier in this batch"
@@ -182,7 +184,7 @@ class _Stored:
     alive: fleet.Alive
 
 
-def _merge(  # noqa: PLR0913 - the one place where everything of a POST comes together
+def _merge(
     ctx: Context,
     tx: Tx,
     caller: Caller,

@@ -101,7 +101,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(
             name for name, times in Counter(name for name, _ in pairs).items() if times > 1
         )
-        raise MalformedJson(f"the name {ascii(twice[:40])} stands twice in one object")
+        raise MalformedJson(f"the name {twice[:40]!a} stands twice in one object")
     return found
 
 

@@ -76,7 +76,11 @@ def _framework(error: HTTPException) -> Response:
 
 
 def _unforeseen(error: Exception) -> Response:
-    log.exception("request failed", extra={"event": "request_refused", **_where(), "status": 500})
+    log.error(
+        "request failed",
+        exc_info=error,
+        extra={"event": "request_refused", **_where(), "status": 500},
+    )
     code = error.code if isinstance(error, HoldfastError) else "internal"
     detail = "Something went wrong on our side; it is in the log of the API, event request_refused."
     return problem(500, code, "Internal error", detail)

@@ -1,37 +1,61 @@
 """How gunicorn serves the API; `make up` uses it too.
 
-The settings of the application decide, so that there is one place to set anything.
+The settings of the application decide, so that there is one place to set anything. Whatever this
+file binds to a name that gunicorn knows is a setting of gunicorn's.
 """
 
-from app.core import config
+import json
+import signal
 
-_settings = config.load()
+from gunicorn import util
 
+from app.core.config import load
+
+_settings = load()
 _host = f"[{_settings.host}]" if ":" in _settings.host else _settings.host
+
 bind = f"{_host}:{_settings.port}"
 worker_class = "gthread"
 # One process by default: it is the threads that wait for Postgres; more processes with
 # `--workers`, each with its own pool.
 workers = 1
 threads = _settings.web_threads
-# Streams may take as long as STREAM_SECONDS; a thread that hangs does not stop the heartbeat.
 timeout = 120
 # Longer than the longest database statement of a request that is under way.
 graceful_timeout = 60
 keepalive = 15
-# Query and headers never hold texts; these are gunicorn's own bounds, made explicit.
 limit_request_line = 8190
 limit_request_fields = 100
+control_socket_disable = True
 accesslog = None
 errorlog = "-"
-loglevel = "warning"
-control_socket_disable = True
+# At "warning" it writes down the line of a request that it could not read, a key in it too.
+loglevel = "error"
+
+
+def _write_problem(sock, status_int, reason, mesg):  # noqa: ANN001, ANN202 - gunicorn's own shape
+    """Refuse what is no HTTP as every error is refused; gunicorn's page would quote it."""
+    del mesg
+    body = {
+        "type": "urn:holdfast:bad_request",
+        "title": reason,
+        "status": status_int,
+        "detail": "the request could not be read as HTTP",
+        "code": "bad_request",
+    }
+    encoded = json.dumps(body).encode()
+    head = (
+        f"HTTP/1.1 {status_int} {reason}\r\nConnection: close\r\n"
+        f"Content-Type: application/problem+json\r\nContent-Length: {len(encoded)}\r\n\r\n"
+    )
+    util.write_nonblock(sock, head.encode() + encoded)
+
+
+util.write_error = _write_problem
 
 
 def post_worker_init(worker):  # noqa: ANN001, ANN201 - gunicorn's own shape
     """Tell the application as soon as a stop is asked for, so that long polls end."""
-    import signal  # noqa: PLC0415
-
     stopping = worker.app.callable.extensions["stopping"]
     graceful = signal.getsignal(signal.SIGTERM)
 

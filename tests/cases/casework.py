@@ -5,6 +5,7 @@
 
 import threading
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,6 @@ from tests.api import Door, item
 from tests.drains import Mill, open_mill
 from tests.fakes import Fake, vector_of
 from tests.processes import wait_for
-from worker import embedding
 from worker.sweep import Sweeper
 
 LOOK_SECONDS = 0.02
@@ -39,7 +39,7 @@ class Case:
         """The backend."""
         return self.mill.fake
 
-    def post(self, *texts: str, first: int = 1, **options: object) -> str:
+    def post(self, *texts: str, first: int = 1) -> str:
         """Post a batch as the list has it: position + 1 is the row's id."""
         ids = list(range(first, first + len(texts)))
         self.mill.rows(
@@ -48,15 +48,21 @@ class Case:
             ids=ids,
         )
         batch = [item(number, text) for number, text in zip(ids, texts, strict=True)]
-        answer = self.door.post(batch, **options)
+        answer = self.door.post(batch)
         assert answer.status == httpx.codes.ACCEPTED, answer.body
         return answer.job_id
 
     def job(self, job_id: str) -> dict[str, Any]:
         """Return a job as the API shows it, read anew."""
-        with self.mill.ctx.link.client() as client:
-            client.flushdb()
+        self.mill.ctx.live.forget(job_id)
         return self.door.job(job_id)
+
+    def beat(self, workers: int = 1) -> None:
+        """Say that workers live: else a job says that it waits for one."""
+        with self.mill.ctx.database.transaction() as tx:
+            for number in range(workers):
+                process = fleet.Process(f"w{number}", "worker", "embeddings", "here", number)
+                fleet.beat(tx, process, seconds=600, counters={})
 
     # ---- in real time
 
@@ -64,44 +70,27 @@ class Case:
     def works(self, workers: int = 1) -> Generator[None]:
         """Run workers and a sweeper while the block runs."""
         stop = threading.Event()
-        faults: list[BaseException] = []
-
-        def guarded(work: "threading.Thread | Any") -> None:
+        self.beat(workers)
+        with ThreadPoolExecutor(workers + 1) as pool:
+            threads = [pool.submit(self._serve, stop) for _ in range(workers)]
+            threads.append(pool.submit(self._sweep, stop))
             try:
-                work()
-            except BaseException as exc:  # noqa: BLE001 - raised again below
-                faults.append(exc)
+                yield
+            finally:
+                stop.set()
+        for thread in threads:
+            thread.result()
 
-        def beat() -> None:
-            # As a worker says that it lives: else no job has anybody to work on it.
-            with self.mill.ctx.database.transaction() as tx:
-                for number in range(workers):
-                    process = fleet.Process(f"w{number}", "worker", "embeddings", "here", 1)
-                    fleet.beat(tx, process, seconds=60, counters={})
+    def _serve(self, stop: threading.Event) -> None:
+        while not stop.wait(LOOK_SECONDS):
+            for job_id in self._due():
+                with suppress(FailedItemsRemain, StoreUnavailable):
+                    self.mill.drain(job_id, stop=stop.is_set)
 
-        def serve() -> None:
-            while not stop.wait(LOOK_SECONDS):
-                for job_id in self._due():
-                    with (
-                        suppress(FailedItemsRemain, StoreUnavailable),
-                        self.mill.horse(stop=stop.is_set) as horse,
-                    ):
-                        embedding.drain(horse, job_id, self.mill.job(job_id).run)
-
-        def sweep() -> None:
-            sweeper = Sweeper(self.mill.ctx)
-            while not stop.wait(LOOK_SECONDS):
-                sweeper.tick()
-
-        beat()
-        with ExitStack() as stack:
-            for work in (sweep, *[serve] * workers):
-                thread = threading.Thread(target=guarded, args=(work,))
-                thread.start()
-                stack.callback(thread.join)
-            stack.callback(stop.set)
-            yield
-        assert not faults, faults
+    def _sweep(self, stop: threading.Event) -> None:
+        sweeper = Sweeper(self.mill.ctx)
+        while not stop.wait(LOOK_SECONDS):
+            sweeper.tick()
 
     def _due(self) -> list[str]:
         with self.mill.ctx.database.transaction() as tx:
@@ -142,9 +131,7 @@ class Case:
 
 
 @contextmanager
-def open_case(
-    database_url: str, redis_url: str, fake: Fake, **more: str
-) -> Generator[Case]:
+def open_case(database_url: str, redis_url: str, fake: Fake, **more: str) -> Generator[Case]:
     """Open one on a database where nothing is to be done."""
     with ExitStack() as stack:
         mill = stack.enter_context(open_mill(database_url, redis_url, fake, AUTH="off", **more))
@@ -152,5 +139,5 @@ def open_case(
         app = create_app(mill.settings)
         stack.callback(app.extensions["context"].close)
         transport = httpx.WSGITransport(app=app, raise_app_exceptions=False)
-        client = stack.enter_context(httpx.Client(transport=transport, base_url="http://api"))
+        client = stack.enter_context(httpx.Client(transport=transport, base_url="http://127.0.0.1"))
         yield Case(mill, Door(client, None))

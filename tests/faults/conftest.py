@@ -47,7 +47,7 @@ def stage(
     transport = httpx.WSGITransport(app=app, raise_app_exceptions=False)
     with (
         closing(app.extensions["context"]),
-        httpx.Client(transport=transport, base_url="http://api") as client,
+        httpx.Client(transport=transport, base_url="http://127.0.0.1") as client,
         closing(Stage(quick_environ, fake, start_process, Door(client, None))) as stage,
     ):
         yield stage

@@ -1,4 +1,4 @@
-"""A wire to Postgres that can lose the answer to a COMMIT: what was asked is done, and nobody knows."""
+"""A wire to Postgres that can lose the answer to a COMMIT: it is done, and nobody knows."""
 
 import socket
 import threading

@@ -1,13 +1,14 @@
-"""Real processes on servers of a test's own, a ledger of what was asked for, and what strikes them."""
+"""Real processes on servers of a test's own, a ledger of what was asked, and what strikes them."""
 
 import json
 import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,6 @@ FINAL = ("completed", "completed_with_errors", "failed", "cancelled")
 START_SECONDS = 60.0
 DRAIN_SECONDS = 90.0
 """Much longer than anything takes: only what hangs for ever gets there."""
-
-Start = Callable[..., Running]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class Stage:
         cursor = self._connection.execute(query, values or None)
         return cursor.fetchall() if cursor.description else []
 
-    def one(self, query: str, *values: object) -> Any:
+    def one(self, query: str, *values: object) -> Any:  # noqa: ANN401 - the query knows
         """Ask Postgres for one value."""
         [row] = self.rows(query, *values)
         [value] = row.values()
@@ -105,7 +104,9 @@ class Stage:
     @property
     def statuses(self) -> Counter[str]:
         """How many items stand where."""
-        rows = self.rows("SELECT status, count(*) AS n FROM public.embedding_retry_queue GROUP BY 1")
+        rows = self.rows(
+            "SELECT status, count(*) AS n FROM public.embedding_retry_queue GROUP BY 1"
+        )
         return Counter({row["status"]: row["n"] for row in rows})
 
     def items(self) -> list[dict[str, Any]]:
@@ -120,16 +121,16 @@ class Stage:
 
     # ---- asking for work
 
-    def post(self, *texts: str, **options: Any) -> str:
+    def post(self, *texts: str) -> str:
         """Post a batch through the API for new rows, and keep the books on it."""
         first = len(self.texts) + 1
         ids = list(range(first, first + len(texts)))
         self.texts |= dict(zip(ids, texts, strict=True))
-        self.rows(f"INSERT INTO {TARGET} (id, body) SELECT unnest(%s::bigint[]), ''", ids)  # noqa: S608
+        self.rows(f"INSERT INTO {TARGET} (id, body) SELECT unnest(%s::bigint[]), ''", ids)
         sent = "INSERT INTO audit.sent SELECT %s, unnest(%s::text[])"
         self.rows(sent, TARGET, [str(number) for number in ids])
         batch = [item(number, text) for number, text in zip(ids, texts, strict=True)]
-        answer = self.door.post(batch, **options)
+        answer = self.door.post(batch)
         assert answer.status == httpx.codes.ACCEPTED, answer.body
         done = "UPDATE audit.sent SET job_id = %s WHERE target_id = ANY(%s::text[])"
         self.rows(done, answer.job_id, [str(number) for number in ids])
@@ -182,7 +183,7 @@ class Stage:
     # ---- striking
 
     def catch(self, workers: Iterable[Running]) -> tuple[Running, Caught]:
-        """Stop the horse of one of these workers while it holds live leases; void if there is none."""
+        """Stop the horse of one of these workers while it holds live leases."""
         victims = list(workers)
 
         def caught() -> tuple[Running, Caught] | None:
@@ -201,7 +202,7 @@ class Stage:
         for pid in worker.children:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
-                wait_for(lambda pid=pid: state_of(pid) in ("T", "Z", ""))
+                wait_for(partial(is_stopped, pid))
                 number = self._held(bell) if bell else 0
                 if number and state_of(pid) == "T":
                     return Caught(pid, str(bell), number)
@@ -285,6 +286,11 @@ def state_of(pid: int) -> str:
     except OSError:
         return ""
     return text.rpartition(")")[2].split()[0]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process does nothing any more, for now or for ever."""
+    return state_of(pid) in ("T", "Z", "")
 
 
 def numbered(number: int, prefix: str = "text") -> list[str]:

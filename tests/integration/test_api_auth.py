@@ -252,6 +252,36 @@ def test_without_keys_a_request_through_a_proxy_is_refused(open_house: Ground, h
     assert open_house.sizes() == before
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "example.com",
+        "127.0.0.1.example.com",
+        "10.0.0.1",
+        "localhost.example.com",
+        "[",
+        "[::2]",
+        "a b",
+    ],
+)
+def test_without_keys_a_request_for_another_name_is_refused(open_house: Ground, host: str) -> None:
+    client = open_house.app.test_client()
+
+    answer = client.get("/api/jobs", headers={"Host": host})
+
+    assert answer.status_code in (400, 403)
+    assert answer.mimetype == PROBLEM
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST:1"])
+def test_without_keys_this_machine_is_asked_by_any_of_its_names(
+    open_house: Ground, host: str
+) -> None:
+    client = open_house.app.test_client()
+
+    assert client.get("/api/jobs", headers={"Host": host}).status_code == 200
+
+
 # ---- what must never be told
 
 
@@ -294,7 +324,7 @@ def test_texts_and_keys_are_in_no_log_no_error_and_not_in_redis(
     assert ground.door_of(door.key).job(job_id)["counts"]["failed"] == 1
     kept = in_redis(ground)
     assert f"{job_id}-1".encode() in kept
-    for canary in (text, name, secret, door.key, door.key.split("_")[2]):
+    for canary in (text, name, secret, door.key, door.key.split("_", 2)[2]):
         assert canary not in logs
         assert canary.encode() not in kept
     for canary in (text, secret, door.key):

@@ -233,6 +233,19 @@ def test_an_open_body_never_replaces_a_final_one_of_its_run_even_read_later(grou
     assert live.keep(meta("requeued", run=2, is_final=False, read_at=4.0))
 
 
+def test_a_body_that_is_no_longer_fresh_is_not_written(
+    ground: Ground, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = ground.done(door, ground.new_items("one"))
+    ground.ctx.link.flushdb()
+    monkeypatch.setattr(status, "FRESH_SECONDS", 0.0)
+
+    status.publish(ground.ctx, job_id)
+
+    assert ground.ctx.live.find(job_id, client=None) is None
+    assert door.job(job_id)["state"] == "completed"
+
+
 def test_another_client_finds_nothing_in_redis(ground: Ground) -> None:
     live = ground.ctx.live
     ground.ctx.link.flushdb()

@@ -224,9 +224,8 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def own(template: str) -> Iterator[Servers]:
+def own() -> Iterator[Servers]:
     """Give servers of this file's own."""
-    assert template
     with open_folder() as home, Fake(dimension=DIMENSION) as backend:
         crew = Crew(home / "home")
         crew.take_home()

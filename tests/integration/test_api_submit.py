@@ -1,13 +1,18 @@
 """POST /api/embeddings: what is accepted, how it is counted, and the same request once more."""
 
+import socket
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from threading import Barrier, Event
 from typing import Any
 
 import pytest
 
+from app.core.errors import InvalidRequest
+from app.web import body
 from tests.api import (  # noqa: F401 - fixtures among them
     LINES,
     MODEL,
@@ -197,6 +202,19 @@ def test_an_id_is_a_string_or_an_integer_and_comes_back_as_a_string(
 
     assert [shown["target_id"] for shown in door.items(job_id)] == [str(one), str(two)]
     assert [line["target_id"] for line in door.result(job_id)] == [str(one), str(two)]
+
+
+def test_the_longest_ids_that_a_text_column_takes_are_kept(ground: Ground, door: Door) -> None:
+    ground.add_target("codes", "text")
+    names = Random(7)  # noqa: S311 - no secret
+    ids = ["".join(chr(names.randrange(0x1F300, 0x1F600)) for _ in range(512)) for _ in range(3)]
+    ground.rows("INSERT INTO codes (id) SELECT unnest(%s::text[])", ids)
+    batch = [{"target_table": "codes", "target_id": each, "text": "a"} for each in ids]
+
+    job_id = ground.done(door, batch)
+
+    assert [line["target_id"] for line in door.result(job_id)] == ids
+    assert door.job(job_id)["counts"]["done"] == 3
 
 
 def test_the_options_of_a_batch_are_stored(ground: Ground, door: Door) -> None:
@@ -665,16 +683,62 @@ def test_half_a_body_stores_nothing(ground: Ground, served: Served) -> None:
     assert ground.sizes() == before
 
 
+def test_a_client_that_leaves_before_its_answer_has_sent_its_batch_once(
+    ground: Ground, served: Served
+) -> None:
+    one, two = ground.new_items("one", "two")
+    door, before = served.door(ground.door().key), ground.sizes()["jobs"]
+    whole = as_line(one) + as_line(two)
+    head = request_head(
+        door.key, f"Content-Length: {len(whole)}", *(f"{n}: {v}" for n, v in KEY.items())
+    )
+
+    with socket.create_connection(served.address) as link:
+        link.sendall(head + whole)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_for(lambda: ground.sizes()["jobs"] > before)
+    again = door.post_raw(whole, SKIP, {"Content-Type": LINES, **KEY})
+
+    assert counted(again) == (2, 0, 0)
+    assert ground.sizes()["jobs"] == before + 1
+
+
+def test_clients_that_send_slowly_hold_nobody_up_and_are_served_at_last(
+    ground: Ground, served: Served
+) -> None:
+    door = served.door(ground.door().key)
+    bodies = [as_line(each) for each in ground.new_items("one", "two", "three")]
+    links = [socket.create_connection(served.address, timeout=60) for _ in bodies]
+    for link, sent in zip(links, bodies, strict=True):
+        link.sendall(request_head(door.key, f"Content-Length: {len(sent)}") + sent[:-9])
+
+    assert counted(door.post(ground.new_items("four"))) == (1, 0, 0)
+    assert counted(door.post_lines(ground.new_items("five"))) == (1, 0, 0)
+
+    for link, sent in zip(links, bodies, strict=True):
+        with link:
+            link.sendall(sent[-9:])
+            assert link.recv(65536).startswith(b"HTTP/1.1 202 ")
+
+
+def test_a_stream_that_takes_too_long_is_refused(ground: Ground) -> None:
+    with (
+        ground.app.test_request_context("/", method="POST", data=b"{}"),
+        pytest.raises(InvalidRequest, match="longer than -1 seconds"),
+    ):
+        list(body.lines(line_bytes=99, limit_bytes=99, seconds=-1, seen=lambda _: None))
+
+
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def request_head(key: str | None, length: str) -> bytes:
+def request_head(key: str | None, *more: str) -> bytes:
     lines = [
         f"POST /api/embeddings{SKIP} HTTP/1.1",
         "Host: api",
         f"Authorization: Bearer {key}",
         f"Content-Type: {LINES}",
-        length,
+        *more,
     ]
     return "\r\n".join([*lines, "", ""]).encode()

@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+import redis
 from rq import Queue, Worker
 from rq.registry import StartedJobRegistry
 from rq.worker.base import BaseWorker
@@ -317,6 +319,21 @@ def test_a_killed_horse_frees_its_items_at_once_and_by_name(
     assert worker.is_alive
 
 
+def test_a_death_that_postgres_cannot_hear_of_does_not_end_the_worker(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    deaf = replace(settings, database_url="postgresql://nobody@127.0.0.1:1/nothing")
+    worker = horse.HoldfastWorker(
+        deaf, QUEUE, stop=horse.StopByte(), notice=horse.Notice(address="")
+    )
+    bell = BellJob("emb-0123456789abcdef-1", worker.connection)
+
+    worker.handle_work_horse_killed(bell, 1, signal.SIGKILL, None)
+
+    assert worker.counters["horses_killed"] == worker.counters["store_errors"] == 1
+    assert caplog.records[-1].message == "horse died: its process ended with signal 9"
+
+
 def test_a_horse_is_the_first_to_go_where_memory_runs_out(
     gate: Event, ctx: Context, start_worker: StartWorker, wait_for: WaitFor
 ) -> None:
@@ -545,6 +562,26 @@ def test_a_worker_stands_in_an_emptied_redis_again_and_hears_bells(
     assert worker.is_alive
 
 
+def test_the_loss_of_redis_is_said_once_and_so_is_its_return(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    retry = copy.deepcopy(horse.NotedRetry())  # as redis-py does for each connection
+    answers = iter([redis.ConnectionError(), redis.TimeoutError(), None])
+
+    def ask() -> str:
+        error = next(answers)
+        if error:
+            raise error
+        return "PONG"
+
+    failures: list[Exception] = []
+    assert retry.call_with_retry(ask, failures.append) == "PONG"
+
+    assert len(failures) == 2
+    told = [getattr(record, "event", "") for record in caplog.records]
+    assert told == ["redis_lost", "redis_back"]
+
+
 def test_a_service_manager_hears_that_a_worker_is_ready_and_lives(
     start_process: StartProcess,
 ) -> None:
@@ -576,6 +613,6 @@ def test_rq_still_has_what_our_worker_overrides(name: str) -> None:
 
 def test_rq_still_has_what_our_worker_uses() -> None:
     assert {"register_death", "handle_job_failure", "serialize", "key"} <= set(dir(Worker))
-    assert {"redis_workers_keys", "last_cleaned_at", "death_penalty_class"} <= set(vars(BaseWorker))
+    assert {"redis_workers_keys", "death_penalty_class"} <= set(vars(BaseWorker))
     assert {"intermediate_queue", "intermediate_queue_key"} <= set(dir(Queue))
     assert "get_queue" in dir(StartedJobRegistry)

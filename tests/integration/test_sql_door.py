@@ -194,7 +194,7 @@ def test_what_was_skipped_or_cancelled_is_queued_again_and_what_failed_is_not(tx
         items.cancel(tx, "emb-3")
 
     with tx.transaction():
-        job_id = [enqueue(tx, target_id, "a") for target_id in ("1", "2", "3")][0]
+        job_id, *_ = [enqueue(tx, target_id, "a") for target_id in ("1", "2", "3")]
 
     assert statuses(tx) == {"1": "pending", "2": "failed", "3": "pending"}
     assert counts(tx, job_id) == Counts(pending=2, failed=1)
@@ -332,16 +332,17 @@ def role(tx: Tx) -> Iterator[str]:
 
 
 def test_it_is_granted_to_nobody_and_once_granted_needs_no_other_right(tx: Tx, role: str) -> None:
-    become = sql.SQL("SET LOCAL ROLE {}").format(sql.Identifier(role))
-    with pytest.raises(psycopg.errors.InsufficientPrivilege), tx.transaction():
-        tx.execute(become)
+    tx.execute(sql.SQL("SET ROLE {}").format(sql.Identifier(role)))
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
         enqueue(tx, "1", "a")
 
+    tx.execute("RESET ROLE")
     tx.execute("GRANT EXECUTE ON FUNCTION enqueue_embedding(text, text, text) TO team")
+    tx.execute(sql.SQL("SET ROLE {}").format(sql.Identifier(role)))
     with tx.transaction():
-        tx.execute(become)
         tx.execute("INSERT INTO ai_insights (id, body) VALUES (1, 'a')")
         job_id = enqueue(tx, "1", "a")
+    tx.execute("RESET ROLE")
 
     assert counts(tx, job_id) == Counts(pending=1)
 

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from app.core.errors import ErrorClass
-from app.core.model import LEGAL_CHANGES, Claim, Counts, ItemStatus, Outcome
+from app.core.model import LEGAL_CHANGES, Claim, Counts, ItemStatus, Outcome, Retry
 from app.core.store import items, jobs
 from app.core.store.database import Database, Tx
 from app.core.store.items import ClaimTerms
@@ -336,6 +336,22 @@ def test_what_is_held_cannot_be_taken_until_the_transaction_ends(
     assert not items.hold(tx, []).ours
 
 
+def test_a_hold_waits_for_no_row_that_somebody_else_has_locked(database: Database, tx: Tx) -> None:
+    submit(tx, "emb-1", numbered(3))
+    first, second, third = claims = claim(tx, "emb-1")
+    settle(tx, [first])
+
+    with database.transaction() as other:
+        submit(other, "emb-2", {"2": "changed"})
+        held = items.hold(tx, claims)
+
+    assert held.ours == {third.item_id}
+    assert held.busy == {second.item_id}
+    later = items.hold(tx, claims)
+    assert later.ours == {third.item_id}
+    assert not later.busy
+
+
 @pytest.mark.parametrize("outcome", [DONE, FAILED, RETRIED, RELEASED, SKIPPED])
 def test_a_settle_with_a_lost_lease_changes_nothing(tx: Tx, outcome: Outcome) -> None:
     submit(tx, "emb-1", {"1": "a"})
@@ -357,8 +373,8 @@ def test_a_settle_with_a_lost_lease_changes_nothing(tx: Tx, outcome: Outcome) ->
 
 def test_each_outcome_is_written_as_what_it_is(tx: Tx) -> None:
     submit(tx, "emb-1", numbered(5))
-    settled = zip(claim(tx, "emb-1"), (DONE, SKIPPED, FAILED, RETRIED, RELEASED), strict=True)
-    for claimed, outcome in settled:
+    each_once: list[Outcome] = [DONE, SKIPPED, FAILED, RETRIED, RELEASED]
+    for claimed, outcome in zip(claim(tx, "emb-1"), each_once, strict=True):
         assert settle(tx, [claimed], outcome) == 1
 
     facts = ("status", "attempts", "error_class", "skip_reason", "last_error")
@@ -394,7 +410,7 @@ def test_a_release_gives_the_attempt_back_however_often(tx: Tx) -> None:
 def test_a_retry_waits_for_its_time(tx: Tx) -> None:
     submit(tx, "emb-1", {"1": "a"})
 
-    work(tx, "emb-1", rows.Retry(rows.UNCLEAR, 60.0))
+    work(tx, "emb-1", Retry(rows.UNCLEAR, 60.0))
 
     assert claim(tx, "emb-1") == []
     is_due, next_at = items.next_due(tx, "emb-1")
@@ -606,15 +622,6 @@ def test_an_item_of_two_cancelled_jobs_is_cancelled(tx: Tx) -> None:
     assert set(statuses(tx).values()) == {"cancelled"}
 
 
-def is_waiting(tx: Tx) -> bool:
-    """Whether a connection to this database waits for a lock."""
-    row = tx.execute(
-        "SELECT count(*) AS waiting FROM pg_stat_activity"
-        " WHERE datname = current_database() AND wait_event_type = 'Lock'"
-    ).fetchone()
-    return bool(row and row["waiting"])
-
-
 def test_a_retry_that_is_just_being_written_is_cancelled_too(database: Database, tx: Tx) -> None:
     submit(tx, "emb-1", numbered(2))
     in_flight = claim(tx, "emb-1")
@@ -624,7 +631,7 @@ def test_a_retry_that_is_just_being_written_is_cancelled_too(database: Database,
             items.hold(worker, in_flight)
             settle(worker, in_flight, RETRIED)
             cancelling = pool.submit(cancel, other, "emb-1")
-            wait_for(lambda: is_waiting(tx))
+            wait_for(lambda: rows.waiting(tx))
         assert cancelling.result(10) == (2, set())
 
     assert finish(tx, "emb-1")
@@ -642,7 +649,7 @@ def test_two_jobs_cancelled_at_the_same_time_leave_nothing_behind(
         with database.transaction() as first:
             cancel(first, "emb-1")
             second = pool.submit(cancel, other, "emb-2")
-            wait_for(lambda: is_waiting(tx))
+            wait_for(lambda: rows.waiting(tx))
         second.result(10)
 
     assert finish(tx, "emb-1")
@@ -750,17 +757,6 @@ def test_an_open_job_shows_its_items_as_they_are(tx: Tx) -> None:
 # ---- prune
 
 
-def age(tx: Tx, *, days: int) -> None:
-    """Let everything have been finished so many days ago, results expired an hour later."""
-    for statement in (
-        "UPDATE public.embedding_retry_queue SET updated_at = now() - make_interval(days => %(d)s)"
-        " WHERE status IN ('done', 'cancelled', 'failed')",
-        "UPDATE holdfast.jobs SET finished_at = finished_at - make_interval(days => %(d)s),"
-        " expires_at = expires_at - make_interval(days => %(d)s) WHERE finished_at IS NOT NULL",
-    ):
-        tx.execute(statement, {"d": days})
-
-
 def test_an_old_finished_item_goes_with_its_links_and_its_history(tx: Tx) -> None:
     submit(tx, "emb-1", numbered(3))
     work(tx, "emb-1", RETRIED)
@@ -768,7 +764,7 @@ def test_an_old_finished_item_goes_with_its_links_and_its_history(tx: Tx) -> Non
     finish(tx, "emb-1")
 
     assert items.prune(tx, days=7, limit=100) == 0
-    age(tx, days=8)
+    rows.age(tx, days=8)
     assert items.prune(tx, days=7, limit=2) == 2
     assert items.prune(tx, days=7, limit=2) == 1
     assert items.prune(tx, days=7, limit=2) == 0
@@ -784,7 +780,7 @@ def test_an_item_stays_as_long_as_a_job_that_can_still_show_it(tx: Tx) -> None:
     submit(tx, "emb-1", numbered(3))
     work(tx, "emb-1")
     finish(tx, "emb-1")
-    age(tx, days=8)
+    rows.age(tx, days=8)
     submit(tx, "emb-2", {"1": "text 1"})
     finish(tx, "emb-2")
     submit(tx, "emb-3", {"2": "text 2", "9": "open"})
@@ -801,7 +797,7 @@ def test_what_failed_or_is_open_is_never_pruned_and_what_was_cancelled_is(tx: Tx
     submit(tx, "emb-2", {"3": "c"})
     cancel(tx, "emb-2")
     finish(tx, "emb-2")
-    age(tx, days=400)
+    rows.age(tx, days=400)
 
     assert items.prune(tx, days=7, limit=100) == 1
 
@@ -813,12 +809,12 @@ def test_nothing_is_pruned_that_a_batch_is_just_being_linked_to(database: Databa
 
     def submit_again() -> None:
         with database.session() as connection:
-            for number in range(60):
+            for number in range(40):
                 job_id = f"emb-{number}"
                 submit(connection, job_id, numbered(10))
                 work(connection, job_id)
                 finish(connection, job_id)
-                age(connection, days=8)
+                rows.age(connection, days=8)
         submitted.set()
 
     def prune() -> int:
@@ -889,12 +885,13 @@ def change(tx: Tx, item_id: int, status: ItemStatus, **more: object) -> None:
 
 
 def is_refused(tx: Tx, item_id: int, status: ItemStatus, **more: object) -> bool:
+    """Whether the trigger refuses a change; any other error is one of the test."""
     try:
         change(tx, item_id, status, **more)
     except psycopg.errors.CheckViolation as exc:
-        assert exc.diag.message_primary
-        assert "Invalid transition" in exc.diag.message_primary
-        return True
+        if "Invalid transition" in str(exc):
+            return True
+        raise
     return False
 
 

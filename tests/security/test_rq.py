@@ -2,6 +2,7 @@
 
 import json
 import pickle  # noqa: TID251 - the attack
+import re
 import socket
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -123,6 +124,7 @@ def test_what_is_no_bell_is_refused_shown_and_run_by_nobody(
 
     assert not side_file.exists()
     assert worker.is_alive
+    assert peak_mib(worker.pid) < 130, "the bomb of 100 MB was unpacked"
     said = [json.loads(line) for line in worker.said.splitlines()]
     refused = [line["bell"] for line in said if line.get("event") == "bell_refused"]
     assert [bells[bell] for bell in refused] == list(REFUSED)
@@ -133,6 +135,12 @@ def test_what_is_no_bell_is_refused_shown_and_run_by_nobody(
         assert link.hlen(f"rq:job:{bell}") < 20, name
         assert link.ttl(f"rq:job:{bell}") > 0, name
     assert link.llen(f"{LIST}:intermediate") == 0
+
+
+def peak_mib(pid: int) -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return int(found[1]) // 1024
 
 
 def with_callbacks(link: Link, bell: str, command: str) -> None:

@@ -90,7 +90,7 @@ class PgVector:
     """Writes to and reads from the vector columns of registered targets."""
 
     def write(self, tx: Transaction, target: Target, writes: Sequence[Write]) -> Written:
-        """Store the vectors in the open transaction; name the rows that are gone, refused or locked.
+        """Store the vectors in the open transaction; name rows that are gone, refused or locked.
 
         Raises BackendFault where the table itself is not as it was registered.
         """

@@ -34,6 +34,8 @@ PASSING = (
     PoolClosed,
 )
 
+UNMIGRATED = (pg.UndefinedTable, pg.UndefinedColumn, pg.UndefinedFunction, pg.InvalidSchemaName)
+
 
 def _options(application: str) -> dict[str, Any]:
     limits = {
@@ -109,6 +111,9 @@ def translated() -> Generator[None]:
     """Turn what says "not now" into StoreUnavailable; everything else is a fault of ours."""
     try:
         yield
+    except UNMIGRATED as exc:
+        message = f"the schema is not this version's; run python -m migrations ({_name(exc)})"
+        raise StoreUnavailable(message) from exc
     except PASSING as exc:
         raise StoreUnavailable(f"Postgres cannot answer now ({_name(exc)})") from exc
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from psycopg.rows import args_row
-from psycopg.types.json import Jsonb
+from psycopg.types.json import Json
 
 from app.core.errors import ErrorClass
 from app.core.model import (
@@ -35,7 +35,7 @@ TAKE_TIME = "SET LOCAL statement_timeout = '15min'"
 CREATE_INCOMING = """
 CREATE TEMPORARY TABLE IF NOT EXISTS incoming (
     position integer, target_table text, target_id text, embedding_version text, model text,
-    text_content text, content_hash bytea, custom_id text, metadata jsonb
+    text_content text, content_hash bytea, custom_id text, metadata json
 )
 """
 EMPTY_INCOMING = "TRUNCATE pg_temp.incoming"
@@ -65,7 +65,7 @@ def copy_in(tx: Tx, items: Iterable[NewItem]) -> None:
                     item.text,
                     item.content_hash,
                     item.custom_id,
-                    None if item.metadata is None else Jsonb(item.metadata),
+                    None if item.metadata is None else Json(item.metadata),
                 )
             )
 
@@ -475,6 +475,7 @@ WITH stopped AS MATERIALIZED (
              WHERE i.item_id = q.id AND j.finished_at IS NULL AND j.cancelled_at IS NULL) AS heir
       FROM public.embedding_retry_queue q
      WHERE q.job_id = %(job_id)s AND q.status IN ('pending', 'processing')
+       AND q.id IN (SELECT item_id FROM holdfast.job_items WHERE job_id = %(job_id)s)
 )
 UPDATE public.embedding_retry_queue AS q
    SET status = CASE WHEN s.status = 'pending' AND s.heir IS NULL THEN 'cancelled'
@@ -608,18 +609,21 @@ def adopt(tx: Tx, job_id: str) -> int:
     return tx.execute(LINK_ADOPTED, values).rowcount
 
 
-# Keyset by position. Inside, an item's own word; outside, `skipped` is apart from `done`.
+# Keyset by position. What a final job has frozen goes before what the item is now, so that its
+# items and its counts agree; `skipped` is apart from `done`.
 PAGE = """
 SELECT i.position, i.custom_id, i.metadata, i.outcome, i.error_class AS frozen_class,
        i.content_hash = q.content_hash AS is_current,
        q.id AS item_id, q.target_table, q.target_id, q.embedding_version, q.model, q.attempts,
        q.skip_reason, q.error_class,
-       CASE WHEN q.skip_reason IS NULL THEN q.status ELSE 'skipped' END AS status
+       coalesce(i.outcome,
+                CASE WHEN q.skip_reason IS NULL THEN q.status ELSE 'skipped' END) AS status
   FROM holdfast.job_items i
   JOIN public.embedding_retry_queue q ON q.id = i.item_id
  WHERE i.job_id = %(job_id)s AND i.position > %(after)s
    AND (%(status)s::text IS NULL
-        OR CASE WHEN q.skip_reason IS NULL THEN q.status ELSE 'skipped' END = %(status)s)
+        OR coalesce(i.outcome, CASE WHEN q.skip_reason IS NULL THEN q.status ELSE 'skipped' END)
+           = %(status)s)
  ORDER BY i.position
  LIMIT %(limit)s
 """
@@ -703,7 +707,8 @@ def next_due(tx: Tx, job_id: str) -> tuple[bool, datetime | None]:
 
 
 # An item stays as long as any job that can still show it. Locked first and looked at again by
-# the statement that deletes: a batch may have been linked to it in between.
+# the statement that deletes: a batch may have been linked to it in between. OFFSET 0: item by
+# item, where the planner would rather hash the links of all jobs.
 LOCK_OLD = """
 SELECT q.id
   FROM public.embedding_retry_queue q
@@ -711,7 +716,8 @@ SELECT q.id
    AND q.updated_at < now() - make_interval(days => %(days)s)
    AND NOT EXISTS (SELECT FROM holdfast.job_items i
                      JOIN holdfast.jobs j ON j.id = i.job_id
-                    WHERE i.item_id = q.id AND (j.finished_at IS NULL OR j.expires_at > now()))
+                    WHERE i.item_id = q.id AND (j.finished_at IS NULL OR j.expires_at > now())
+                   OFFSET 0)
  ORDER BY q.updated_at
  LIMIT %(limit)s
    FOR UPDATE OF q SKIP LOCKED

@@ -224,9 +224,11 @@ UPDATE holdfast.jobs
        final_counts = NULL, final_errors = NULL, cancelled_at = NULL
  WHERE id = %(id)s AND finished_at IS NOT NULL
 """
-FORGET_OUTCOMES = (
-    "UPDATE holdfast.job_items SET outcome = NULL WHERE job_id = %(id)s AND outcome = 'failed'"
-)
+# What the items are counts again, so that lines and counts agree at the end of the next run too.
+FORGET_OUTCOMES = """
+UPDATE holdfast.job_items SET outcome = NULL, error_class = NULL
+ WHERE job_id = %(id)s AND outcome IS NOT NULL
+"""
 
 
 def reopen(tx: Tx, job_id: str) -> None:

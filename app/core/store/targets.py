@@ -1,6 +1,7 @@
 """Targets: the registered tables and columns that vectors may be written to."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from psycopg.rows import class_row
 
@@ -43,6 +44,8 @@ ID_TYPES = {
     "text": "text",
     "character varying": "text",
 }
+MOST_DIMENSIONS = 16000
+MISMATCH = "the target does not fit the database"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,10 @@ INSERT INTO holdfast.embedding_targets
 VALUES (%(target_table)s, %(embedding_version)s, %(table_schema)s, %(table_name)s, %(id_column)s,
         %(id_type)s, %(vector_column)s, %(dimension)s, %(model)s, %(client)s)
     ON CONFLICT (target_table, embedding_version) DO UPDATE
-   SET client = excluded.client, is_current = true
- WHERE (embedding_targets.id_column, embedding_targets.vector_column, embedding_targets.model)
-     = (excluded.id_column, excluded.vector_column, excluded.model)
+   SET client = excluded.client, id_type = excluded.id_type, is_current = true
+ WHERE (embedding_targets.id_column, embedding_targets.vector_column, embedding_targets.model,
+        embedding_targets.dimension)
+     = (excluded.id_column, excluded.vector_column, excluded.model, excluded.dimension)
 """
 COLUMN_TAKEN = """
 SELECT embedding_version FROM holdfast.embedding_targets
@@ -96,7 +100,7 @@ def register(tx: Tx, new: NewTarget) -> Target:
         raise InvalidRequest("the target does not fit", faults=[_fault("vector_column", message)])
     tx.execute(UNSET_CURRENT, values)
     if not tx.execute(INSERT, values).rowcount:
-        message = "is registered with other columns or another model; choose a new version"
+        message = "is registered with another column, model or dimension; choose a new version"
         raise InvalidRequest(
             "the target does not fit", faults=[_fault("embedding_version", message)]
         )
@@ -128,29 +132,40 @@ def faults(tx: Tx, target: Target) -> list[Fault]:
 def _looked_up(tx: Tx, new: NewTarget) -> Target:
     columns = [new.id_column, new.vector_column]
     rows = tx.execute(LOOK, {"name": _quoted(new.target_table), "columns": columns}).fetchall()
-    found = {row["column_name"]: row for row in rows}
-    id_row, vector_row = found.get(new.id_column), found.get(new.vector_column)
-    problems: list[Fault] = []
     if not rows:
-        problems.append(_fault("target_table", "no such table, or neither column is in it"))
-    if rows and (id_row is None or not id_row["is_unique"]):
-        problems.append(_fault("id_column", "no such column, or it is not unique by itself"))
-    elif rows and id_row and id_row["type_name"] not in ID_TYPES:
-        problems.append(_fault("id_column", f"type {id_row['type_name']} is not supported"))
-    if rows and (vector_row is None or vector_row["type_name"] not in ("vector", "halfvec")):
-        problems.append(_fault("vector_column", "no such column, or not of type vector or halfvec"))
-    elif rows and vector_row and vector_row["modifier"] not in (-1, new.dimension):
-        problems.append(
-            _fault("dimension", f"is {new.dimension}, the column's is {vector_row['modifier']}")
-        )
+        problems = [_fault("target_table", "no such table, or neither column is in it")]
+        raise InvalidRequest(MISMATCH, faults=problems)
+    found = {row["column_name"]: row for row in rows}
+    id_row = found.get(new.id_column)
+    id_problem = _id_problem(id_row)
+    problems = [id_problem] if id_problem else []
+    problems += _vector_problems(found.get(new.vector_column), new.dimension)
     if problems or id_row is None:
-        raise InvalidRequest("the target does not fit the database", faults=problems)
+        raise InvalidRequest(MISMATCH, faults=problems)
     return Target(
         **asdict(new),
         table_schema=id_row["table_schema"],
         table_name=id_row["table_name"],
         id_type=ID_TYPES[id_row["type_name"]],
     )
+
+
+def _id_problem(row: dict[str, Any] | None) -> Fault | None:
+    if row is None or not row["is_unique"]:
+        return _fault("id_column", "no such column, or it is not unique by itself")
+    if row["type_name"] not in ID_TYPES:
+        return _fault("id_column", f"type {row['type_name']} is not supported")
+    return None
+
+
+def _vector_problems(row: dict[str, Any] | None, dimension: int) -> list[Fault]:
+    if row is None or row["type_name"] not in ("vector", "halfvec"):
+        return [_fault("vector_column", "no such column, or not of type vector or halfvec")]
+    if row["modifier"] not in (-1, dimension):
+        return [_fault("dimension", f"is {dimension}, the column's is {row['modifier']}")]
+    if not 1 <= dimension <= MOST_DIMENSIONS:
+        return [_fault("dimension", f"is {dimension}, not between 1 and {MOST_DIMENSIONS}")]
+    return []
 
 
 def _quoted(name: str) -> str:

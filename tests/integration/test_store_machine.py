@@ -1,0 +1,282 @@
+"""The queue under any order of events: what must hold after each, and that all of it ends."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from app.core.errors import ErrorClass
+from app.core.model import Claim, Counts, Outcome
+from app.core.store import items, jobs
+from app.core.store.database import Database, Tx
+from app.core.store.jobs import JobFilter, NewJob
+from tests import rows
+from tests.rows import DONE, FAILED, RELEASED, RETRIED, SKIPPED, TABLE
+
+ALLOWANCE = 2
+IDS = [str(number) for number in range(1, 6)]
+TEXTS = st.sampled_from(["a", "b"])
+BATCHES = st.dictionaries(st.sampled_from(IDS), TEXTS, min_size=1, max_size=4)
+OUTCOMES = st.sampled_from([DONE, DONE, RETRIED, RETRIED, RELEASED, FAILED, SKIPPED])
+FINAL_WORDS = {"done", "skipped", "failed", "cancelled"}
+
+ITEMS = """
+SELECT id, target_id, status, attempts, max_attempts, lease_token, leased_by, error_class, job_id
+  FROM public.embedding_retry_queue
+"""
+
+
+@pytest.fixture(scope="module")
+def database(shared_database_url: str) -> Iterator[Database]:
+    with rows.open_database(shared_database_url) as database:
+        yield database
+
+
+class Queue(RuleBasedStateMachine):
+    """Clients, workers, the sweeper and people, one step at a time."""
+
+    def __init__(self, tx: Tx) -> None:
+        super().__init__()
+        self.tx = tx
+        rows.empty(tx)
+        self.jobs: list[str] = []
+        self.bells = 0
+        self.held: list[list[Claim]] = []
+        self.tokens: dict[int, int] = {}
+        """The lease that stands on each item that has one."""
+        self.attempts: Counter[int] = Counter()
+        """Claims of each item that were charged."""
+        self.frozen: dict[str, Counts] = {}
+        """The counts of each final job when it became so."""
+
+    # ---- clients
+
+    def new_job(self) -> str:
+        self.jobs.append(f"emb-{len(self.jobs)}")
+        return self.jobs[-1]
+
+    def lose_changed(self) -> None:
+        """Forget the leases that a changed text has taken away."""
+        held = {each["id"] for each in self.rows() if each["status"] == "processing"}
+        self.tokens = {item: token for item, token in self.tokens.items() if item in held}
+
+    def rows(self) -> list[dict[str, object]]:
+        return self.tx.execute(ITEMS).fetchall()
+
+    @rule(batch=BATCHES)
+    def submit(self, batch: dict[str, str]) -> None:
+        before = {each["target_id"]: each["lease_token"] for each in self.rows()}
+        accepted = rows.submit(self.tx, self.new_job(), batch)
+        assert accepted <= len(batch)
+        kept = {each["target_id"]: each["lease_token"] for each in self.rows()}
+        assert all(kept[name] in (token, None) for name, token in before.items())
+        self.lose_changed()
+
+    @rule(batch=BATCHES)
+    def use_the_door(self, batch: dict[str, str]) -> None:
+        with self.tx.transaction():
+            found = [
+                self.tx.execute(
+                    "SELECT enqueue_embedding(%(table)s, %(id)s, %(text)s) AS job_id",
+                    {"table": TABLE, "id": target_id, "text": text},
+                ).fetchone()
+                for target_id, text in batch.items()
+            ]
+        assert found[0]
+        self.jobs.append(str(found[0]["job_id"]))
+        self.lose_changed()
+
+    @rule(batch=BATCHES)
+    def insert_as_adr_009_did(self, batch: dict[str, str]) -> None:
+        for target_id, text in batch.items():
+            self.tx.execute(
+                "INSERT INTO embedding_retry_queue (target_table, target_id, text_content)"
+                " VALUES (%(table)s, %(id)s, %(text)s)",
+                {"table": TABLE, "id": target_id, "text": text},
+            )
+        with self.tx.transaction():
+            job_id = self.new_job()
+            if items.adopt(self.tx, job_id):
+                jobs.insert(self.tx, NewJob(job_id, "sql"))
+            else:
+                self.jobs.pop()
+        self.lose_changed()
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.sampled_from(self.jobs))
+        with self.tx.transaction():
+            jobs.lock(self.tx, job_id)
+            if jobs.cancel(self.tx, job_id):
+                items.cancel(self.tx, job_id)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def requeue(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.sampled_from(self.jobs))
+        with self.tx.transaction() as undo:
+            jobs.lock(self.tx, job_id)
+            jobs.reopen(self.tx, job_id)
+            if not items.revive(self.tx, job_id):
+                undo.force_rollback = True
+                return
+        self.frozen.pop(job_id, None)
+
+    # ---- workers
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), limit=st.integers(1, 3))
+    def claim(self, data: st.DataObject, limit: int) -> None:
+        job_id = data.draw(st.sampled_from(self.jobs))
+        self.bells += 1
+        claims = rows.claim(
+            self.tx, job_id, limit=limit, leased_by=f"bell-{self.bells}", allowance=ALLOWANCE
+        )
+        for each in claims:
+            assert each.item_id not in self.tokens, "claimed while another lease stands"
+            assert each.lease_token > max(self.tokens.values(), default=0)
+            self.attempts[each.item_id] += 1
+            assert each.attempts == self.attempts[each.item_id] <= each.max_attempts
+        self.tokens |= {each.item_id: each.lease_token for each in claims}
+        if claims:
+            self.held.append(claims)
+
+    def still_held(self, claims: list[Claim]) -> list[Claim]:
+        return [each for each in claims if self.tokens.get(each.item_id) == each.lease_token]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), outcome=OUTCOMES, is_again=st.booleans())
+    def settle(self, data: st.DataObject, outcome: Outcome, is_again: bool) -> None:  # noqa: FBT001
+        claims = data.draw(st.sampled_from(self.held))
+        if outcome is RETRIED and any(each.attempts >= each.max_attempts for each in claims):
+            outcome = FAILED
+        ours = self.still_held(claims)
+
+        assert items.hold(self.tx, claims).ours == {each.item_id for each in ours}
+        assert rows.settle(self.tx, claims, outcome) == len(ours)
+
+        for each in ours:
+            del self.tokens[each.item_id]
+            self.attempts[each.item_id] -= outcome is RELEASED
+        if is_again:
+            assert rows.settle(self.tx, claims, outcome) == 0
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        claims = data.draw(st.sampled_from(self.held))
+        bell = {row["id"]: row["leased_by"] for row in self.rows()}.get(claims[0].item_id)
+        ours = self.still_held(claims)
+        if not ours or bell is None:
+            return
+        recovered = items.recover_dead(
+            self.tx, leased_by=str(bell), error_class=ErrorClass.KILLED, message="SIGKILL"
+        )
+        assert recovered >= 1
+        self.lose_changed()
+
+    # ---- time, and the sweeper
+
+    @rule()
+    def wait(self) -> None:
+        rows.make_due(self.tx)
+
+    @rule()
+    def let_leases_run_out_and_recover_them(self) -> None:
+        rows.end_leases(self.tx)
+        recovered = items.recover_expired(self.tx)
+        assert sum(recovered.values()) == len(self.tokens)
+        self.tokens.clear()
+
+    @rule()
+    def finish(self) -> None:
+        for job_id in self.jobs:
+            if rows.finish(self.tx, job_id):
+                job = jobs.find(self.tx, job_id)
+                assert job
+                self.frozen[job_id] = job.counts
+
+    @rule()
+    def prune_after_some_days(self) -> None:
+        rows.age(self.tx, days=8)
+        items.prune(self.tx, days=7, limit=3)
+
+    # ---- what holds at any time
+
+    @invariant()
+    def every_open_item_is_its_jobs_to_work_on(self) -> None:
+        assert rows.stranded(self.tx) == []
+
+    @invariant()
+    def a_lease_stands_exactly_where_one_was_taken_and_not_lost(self) -> None:
+        found = {each["id"]: each["lease_token"] for each in self.rows() if each["lease_token"]}
+        assert found == self.tokens
+
+    @invariant()
+    def attempts_are_the_claims_that_were_charged_and_within_the_allowance(self) -> None:
+        for each in self.rows():
+            assert each["attempts"] == self.attempts[int(str(each["id"]))]
+            if each["max_attempts"] is not None:
+                assert int(str(each["attempts"])) <= int(str(each["max_attempts"]))
+            if each["status"] == "failed" and each["error_class"] != "bad_input":
+                assert each["attempts"] == each["max_attempts"], "dead before its last attempt"
+
+    @invariant()
+    def a_jobs_counts_are_the_sum_of_its_items_and_those_of_a_final_one_stay(self) -> None:
+        for job in jobs.page(self.tx, JobFilter(), limit=1000):
+            if job.state.is_final:
+                assert job.counts == self.frozen[job.id]
+            else:
+                assert job.counts == rows.recounted(self.tx, job.id)
+
+    @invariant()
+    def the_lines_of_a_final_job_agree_with_its_counts(self) -> None:
+        for job_id, counts in self.frozen.items():
+            page = items.page(self.tx, job_id, after=-1, limit=100)
+            shown = [each["outcome"] or each["status"] for each in page if each["is_current"]]
+            assert set(shown) <= FINAL_WORDS
+            if len(shown) == counts.total:
+                assert Counter(shown) == +Counter(asdict(counts))
+
+    def teardown(self) -> None:
+        """Let everything go well from now on: then all that was accepted reaches its end."""
+        for _ in range(100):
+            rows.make_due(self.tx)
+            rows.end_leases(self.tx)
+            items.recover_expired(self.tx)
+            due = jobs.due(self.tx, paused_models=[])
+            for job in due:
+                rows.settle(self.tx, rows.claim(self.tx, job.id))
+            if not due:
+                break
+        self.finish()
+        found = jobs.page(self.tx, JobFilter(), limit=1000)
+        assert [job.id for job in found if not job.state.is_final] == []
+        assert {str(each["status"]) for each in self.rows()} <= FINAL_WORDS
+        super().teardown()
+
+
+def test_whatever_the_order_of_events_nothing_is_lost_and_all_of_it_ends(
+    database: Database,
+) -> None:
+    with database.session() as tx:
+        run_state_machine_as_test(
+            lambda: Queue(tx),  # type: ignore[arg-type]
+            settings=settings(
+                max_examples=30,
+                stateful_step_count=30,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
