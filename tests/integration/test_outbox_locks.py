@@ -1,4 +1,4 @@
-"""The outbox as its users write it: change a row and enqueue its text, while a worker settles it."""
+"""The outbox as its users write it: change a row, enqueue its text, while a worker settles it."""
 
 from collections.abc import Generator
 from threading import Event
