@@ -49,6 +49,23 @@ CREATE TABLE holdfast.job_counts (
     PRIMARY KEY (job_id, shard)
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.1);
 
+CREATE VIEW holdfast.counted_jobs AS
+SELECT j.id, j.kind, j.client, j.state, j.project, j.priority, j.run, j.rings, j.return_vectors,
+       j.created_at, j.started_at, j.finished_at, j.expires_at, j.cancelled_at,
+       -- Never later than what is seen: a snapshot is taken after its statement has begun.
+       extract(epoch FROM statement_timestamp())::float8 AS read_at,
+       coalesce(j.expires_at <= now(), false) AS is_expired, j.final_counts, j.final_errors,
+       c.pending, c.processing, c.done, c.skipped, c.failed, c.cancelled
+  FROM holdfast.jobs j
+ CROSS JOIN LATERAL (
+       SELECT coalesce(sum(pending), 0)::bigint AS pending,
+              coalesce(sum(processing), 0)::bigint AS processing,
+              coalesce(sum(done), 0)::bigint AS done,
+              coalesce(sum(skipped), 0)::bigint AS skipped,
+              coalesce(sum(failed), 0)::bigint AS failed,
+              coalesce(sum(cancelled), 0)::bigint AS cancelled
+         FROM holdfast.job_counts WHERE job_id = j.id) AS c;
+
 CREATE TABLE holdfast.idempotency_keys (
     client       text NOT NULL,
     key          text NOT NULL,

@@ -344,6 +344,37 @@ def test_a_slow_slice_is_halved_and_the_next_ones_are_no_larger(open_one: OpenMi
     assert set(mill.column(job_id, "status")) == {"done"}
 
 
+def test_slices_shrink_where_they_take_too_long(
+    open_one: OpenMill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding, "SLICE_SECONDS", 0.1)
+    mill = open_one(QUEUE_BATCH_SIZE="8")
+    mill.fake.seconds_per_item = 0.05
+    job_id = mill.submit(*texts(12))
+
+    assert mill.drain(job_id) == {"done": 12}
+
+    assert mill.sizes[:2] == [8, 4]
+
+
+def test_a_call_that_could_outlive_its_bell_is_left_to_the_next_one(
+    open_one: OpenMill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mill = open_one(**TIMEOUTS)
+    limit = mill.ctx.bell_seconds
+    monkeypatch.setattr(embedding, "SETTLE_SECONDS", limit - 1.5)  # enough for one call
+    too_many = Reply(delay_seconds=60)
+    mill.fake.rules.append(lambda call: too_many if len(call.texts) > 4 else None)
+    job_id = mill.submit(*texts(8))
+
+    assert mill.drain(job_id) == {"release": 8}
+    assert set(mill.column(job_id, "attempts")) == {0}
+    assert not mill.backend()["is_paused"]
+
+    assert mill.drain(job_id) == {"done": 8}
+    assert mill.sizes == [8, 4, 4]
+
+
 def test_a_text_that_is_slow_alone_pays_for_itself(open_one: OpenMill) -> None:
     mill = open_one(**TIMEOUTS)
     mill.fake.when(Reply(delay_seconds=60), marker=MARK)

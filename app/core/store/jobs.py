@@ -41,21 +41,11 @@ def count_now(tx: Tx) -> None:
 
 # A final job shows what its end froze; an open one the sum that the triggers keep.
 FIND = """
-SELECT j.id, j.kind, j.client, j.state, j.project, j.priority, j.run, j.rings, j.return_vectors,
-       j.created_at, j.started_at, j.finished_at, j.expires_at, j.cancelled_at,
-       extract(epoch FROM statement_timestamp())::float8 AS read_at,
-       coalesce(j.expires_at <= now(), false) AS is_expired, j.final_counts, j.final_errors,
-       c.pending, c.processing, c.done, c.skipped, c.failed, c.cancelled
-  FROM holdfast.jobs j
- CROSS JOIN LATERAL (
-       SELECT coalesce(sum(pending), 0)::bigint AS pending,
-              coalesce(sum(processing), 0)::bigint AS processing,
-              coalesce(sum(done), 0)::bigint AS done,
-              coalesce(sum(skipped), 0)::bigint AS skipped,
-              coalesce(sum(failed), 0)::bigint AS failed,
-              coalesce(sum(cancelled), 0)::bigint AS cancelled
-         FROM holdfast.job_counts WHERE job_id = j.id) AS c
- WHERE j.id = %(id)s AND (%(client)s::text IS NULL OR j.client = %(client)s)
+SELECT id, kind, client, state, project, priority, run, rings, return_vectors, created_at,
+       started_at, finished_at, expires_at, cancelled_at, read_at, is_expired, final_counts,
+       final_errors, pending, processing, done, skipped, failed, cancelled
+  FROM holdfast.counted_jobs
+ WHERE id = %(id)s AND (%(client)s::text IS NULL OR client = %(client)s)
 """
 
 
@@ -75,26 +65,16 @@ def lock(tx: Tx, job_id: str) -> None:
 
 # Newest first. Ids end a tie, so that a page never repeats or skips a job.
 LIST = """
-SELECT j.id, j.kind, j.client, j.state, j.project, j.priority, j.run, j.rings, j.return_vectors,
-       j.created_at, j.started_at, j.finished_at, j.expires_at, j.cancelled_at,
-       extract(epoch FROM statement_timestamp())::float8 AS read_at,
-       coalesce(j.expires_at <= now(), false) AS is_expired, j.final_counts, j.final_errors,
-       c.pending, c.processing, c.done, c.skipped, c.failed, c.cancelled
-  FROM holdfast.jobs j
- CROSS JOIN LATERAL (
-       SELECT coalesce(sum(pending), 0)::bigint AS pending,
-              coalesce(sum(processing), 0)::bigint AS processing,
-              coalesce(sum(done), 0)::bigint AS done,
-              coalesce(sum(skipped), 0)::bigint AS skipped,
-              coalesce(sum(failed), 0)::bigint AS failed,
-              coalesce(sum(cancelled), 0)::bigint AS cancelled
-         FROM holdfast.job_counts WHERE job_id = j.id) AS c
- WHERE (%(client)s::text IS NULL OR j.client = %(client)s)
-   AND (%(state)s::text IS NULL OR j.state = %(state)s)
-   AND (%(kind)s::text IS NULL OR j.kind = %(kind)s)
+SELECT id, kind, client, state, project, priority, run, rings, return_vectors, created_at,
+       started_at, finished_at, expires_at, cancelled_at, read_at, is_expired, final_counts,
+       final_errors, pending, processing, done, skipped, failed, cancelled
+  FROM holdfast.counted_jobs
+ WHERE (%(client)s::text IS NULL OR client = %(client)s)
+   AND (%(state)s::text IS NULL OR state = %(state)s)
+   AND (%(kind)s::text IS NULL OR kind = %(kind)s)
    AND (%(before_at)s::timestamptz IS NULL
-        OR (j.created_at, j.id) < (%(before_at)s, %(before_id)s))
- ORDER BY j.created_at DESC, j.id DESC
+        OR (created_at, id) < (%(before_at)s, %(before_id)s))
+ ORDER BY created_at DESC, id DESC
  LIMIT %(limit)s
 """
 
