@@ -141,6 +141,7 @@ class _Drain:
         self.control: dict[str, WorkError | None] = {}
         self.halted: set[str] = set()
         self.call_seconds = 0.0
+        self.is_spent = False
         self.began = self.published_at = self.mark = time.monotonic()
 
     # ---- the turn ------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class _Drain:
 
     def _turn_is_over(self) -> bool:
         seconds = time.monotonic() - self.began
-        if seconds >= self.ctx.settings.queue_bell_seconds:
+        if self.is_spent or seconds >= self.ctx.settings.queue_bell_seconds:
             return True
         if seconds < TURN_SECONDS or self.job.priority > 0:
             return False
@@ -311,6 +312,7 @@ class _Drain:
         with self.ctx.database.session() as connection:
             slot = fleet.take_call(connection, self.horse.backend, most=most, seconds=seconds)
             if slot is None:
+                self.is_spent = True
                 raise _NoTimeLeft
             try:
                 yield

@@ -10,8 +10,24 @@ import httpx
 import orjson
 import psycopg
 import redis
+from psycopg.rows import dict_row
 from rq import Queue, Worker
 
+from app.adapters.sinks.pgvector import PgVector
+from app.core.model import Target
+from app.core.ports import Write
+
+TARGET = Target(
+    target_table="ai_insights",
+    embedding_version="m",
+    table_schema="public",
+    table_name="ai_insights",
+    id_column="id",
+    id_type="bigint",
+    vector_column="embedding",
+    dimension=1024,
+    model="m",
+)
 QUEUE = "bare"
 UPDATE = """
 UPDATE ai_insights AS t SET embedding = new.vector::vector
@@ -20,8 +36,10 @@ UPDATE ai_insights AS t SET embedding = new.vector::vector
 """
 
 
-def embed(database_url: str, backend_url: str, ids: Sequence[int], texts: Sequence[str]) -> int:
-    """Embed texts and store their vectors."""
+def embed(
+    database_url: str, backend_url: str, ids: Sequence[int], texts: Sequence[str], form: str
+) -> int:
+    """Embed texts and store their vectors, sent as `text` or in pgvector's `binary` form."""
     # verify=False: the URL is plain http, and loading certificates would cost 0.1 s a job.
     answer = httpx.post(
         f"{backend_url}/api/embed",
@@ -29,11 +47,14 @@ def embed(database_url: str, backend_url: str, ids: Sequence[int], texts: Sequen
         trust_env=False,
         verify=False,  # noqa: S501 - see above
     )
-    vectors = [
-        orjson.dumps(vector).decode() for vector in orjson.loads(answer.content)["embeddings"]
-    ]
-    with psycopg.connect(database_url) as connection:
-        connection.execute(UPDATE, {"ids": ids, "vectors": vectors})
+    vectors = orjson.loads(answer.content)["embeddings"]
+    with psycopg.connect(database_url, row_factory=dict_row) as connection:
+        if form == "binary":
+            writes = [Write(str(id_), vector) for id_, vector in zip(ids, vectors, strict=True)]
+            PgVector().write(connection, TARGET, writes)
+        else:
+            texts = [orjson.dumps(vector).decode() for vector in vectors]
+            connection.execute(UPDATE, {"ids": ids, "vectors": texts})
     return len(ids)
 
 

@@ -362,7 +362,7 @@ def test_a_call_that_could_outlive_its_bell_is_left_to_the_next_one(
 ) -> None:
     mill = open_one(**TIMEOUTS)
     limit = mill.ctx.bell_seconds
-    monkeypatch.setattr(embedding, "SETTLE_SECONDS", limit - 1.5)  # enough for one call
+    monkeypatch.setattr(embedding, "SETTLE_SECONDS", limit - 1.9)  # enough for one call
     too_many = Reply(delay_seconds=60)
     mill.fake.rules.append(lambda call: too_many if len(call.texts) > 4 else None)
     job_id = mill.submit(*texts(8))
