@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
+import hypothesis
 import psycopg
 import pytest
 import redis
@@ -21,6 +22,10 @@ from tests import processes
 from tests.processes import Running, StartApi, StartProcess, WaitFor
 from worker.servers import find_place
 from worker.up import Servers, start_servers
+
+# No limit on the time of an example: a machine that is busy is no fault of ours.
+hypothesis.settings.register_profile("ours", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("ours")
 
 DIMENSION = 8
 """Of the demo's columns in the tests: small vectors are read faster, by people too."""

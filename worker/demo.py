@@ -11,7 +11,8 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, LiteralString
+from types import FrameType
+from typing import Any, LiteralString, NoReturn
 
 from app.core import config
 from app.core.context import Context, open_context
@@ -60,7 +61,7 @@ class Text:
 def run(environ: Mapping[str, str]) -> int:
     """Run the demo; 0 where everything came out as it should."""
     home = Path(environ.get("HOLDFAST_HOME") or ".holdfast").absolute() / "demo"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is stopped
+    signal.signal(signal.SIGTERM, _end)  # by an exception, so that what was started is stopped
     try:
         with _running(home) as url:
             _show(url, home)
@@ -68,6 +69,11 @@ def run(environ: Mapping[str, str]) -> int:
         print(f"demo: {exc}\n      the logs are in {home / 'logs'}", file=sys.stderr)
         return 1
     return 0
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    del number, frame
+    sys.exit(1)
 
 
 def _show(url: str, home: Path) -> None:

@@ -67,7 +67,7 @@ def requeue(tx: Tx, job_id: str) -> int:
 def lines(tx: Tx, job_id: str) -> list[str]:
     """Return what each line of a final job shows."""
     found = items.page(tx, job_id, after=-1, limit=100)
-    return [each["outcome"] or each["status"] for each in found]
+    return [each["status"] for each in found]
 
 
 # ---- one job

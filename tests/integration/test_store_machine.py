@@ -24,15 +24,28 @@ from tests import rows
 from tests.rows import DONE, FAILED, RELEASED, RETRIED, SKIPPED, TABLE
 
 ALLOWANCE = 2
-IDS = [str(number) for number in range(1, 6)]
-TEXTS = st.sampled_from(["a", "b"])
-BATCHES = st.dictionaries(st.sampled_from(IDS), TEXTS, min_size=1, max_size=4)
+LATEST = 3
+"""Of so many jobs one is chosen: few jobs, items and texts meet more often than many."""
+
+TEXTS = st.sampled_from(["a", "a", "a", "b"])
+BATCHES = st.dictionaries(st.sampled_from(["1", "2", "3"]), TEXTS, min_size=1, max_size=3)
 OUTCOMES = st.sampled_from([DONE, DONE, RETRIED, RETRIED, RELEASED, FAILED, SKIPPED])
 FINAL_WORDS = {"done", "skipped", "failed", "cancelled"}
 
 ITEMS = """
-SELECT id, target_id, status, attempts, max_attempts, lease_token, leased_by, error_class, job_id
+SELECT id, target_id, status, attempts, max_attempts, lease_token, leased_by, error_class
   FROM public.embedding_retry_queue
+"""
+RECOUNT = """
+SELECT i.job_id, count(*) FILTER (WHERE q.status = 'pending') AS pending,
+       count(*) FILTER (WHERE q.status = 'processing') AS processing,
+       count(*) FILTER (WHERE q.status = 'done' AND q.skip_reason IS NULL) AS done,
+       count(*) FILTER (WHERE q.skip_reason IS NOT NULL) AS skipped,
+       count(*) FILTER (WHERE q.status = 'failed') AS failed,
+       count(*) FILTER (WHERE q.status = 'cancelled') AS cancelled
+  FROM holdfast.job_items i
+  JOIN public.embedding_retry_queue q ON q.id = i.item_id
+ GROUP BY i.job_id
 """
 
 
@@ -115,7 +128,7 @@ class Queue(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        job_id = data.draw(st.sampled_from(self.jobs))
+        job_id = data.draw(st.sampled_from(self.jobs[-LATEST:]))
         with self.tx.transaction():
             jobs.lock(self.tx, job_id)
             if jobs.cancel(self.tx, job_id):
@@ -124,7 +137,7 @@ class Queue(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
     def requeue(self, data: st.DataObject) -> None:
-        job_id = data.draw(st.sampled_from(self.jobs))
+        job_id = data.draw(st.sampled_from(self.jobs[-LATEST:]))
         with self.tx.transaction() as undo:
             jobs.lock(self.tx, job_id)
             jobs.reopen(self.tx, job_id)
@@ -138,7 +151,7 @@ class Queue(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), limit=st.integers(1, 3))
     def claim(self, data: st.DataObject, limit: int) -> None:
-        job_id = data.draw(st.sampled_from(self.jobs))
+        job_id = data.draw(st.sampled_from(self.jobs[-LATEST:]))
         self.bells += 1
         claims = rows.claim(
             self.tx, job_id, limit=limit, leased_by=f"bell-{self.bells}", allowance=ALLOWANCE
@@ -234,17 +247,17 @@ class Queue(RuleBasedStateMachine):
 
     @invariant()
     def a_jobs_counts_are_the_sum_of_its_items_and_those_of_a_final_one_stay(self) -> None:
+        recounted = {each.pop("job_id"): Counts(**each) for each in self.tx.execute(RECOUNT)}
         for job in jobs.page(self.tx, JobFilter(), limit=1000):
-            if job.state.is_final:
-                assert job.counts == self.frozen[job.id]
-            else:
-                assert job.counts == rows.recounted(self.tx, job.id)
+            wanted = self.frozen[job.id] if job.state.is_final else recounted[job.id]
+            assert job.counts == wanted
 
     @invariant()
-    def the_lines_of_a_final_job_agree_with_its_counts(self) -> None:
-        for job_id, counts in self.frozen.items():
+    def the_lines_of_the_latest_final_job_agree_with_its_counts(self) -> None:
+        for job_id in list(self.frozen)[-1:]:
+            counts = self.frozen[job_id]
             page = items.page(self.tx, job_id, after=-1, limit=100)
-            shown = [each["outcome"] or each["status"] for each in page if each["is_current"]]
+            shown = [each["status"] for each in page if each["is_current"]]
             assert set(shown) <= FINAL_WORDS
             if len(shown) == counts.total:
                 assert Counter(shown) == +Counter(asdict(counts))
@@ -267,16 +280,25 @@ class Queue(RuleBasedStateMachine):
         super().teardown()
 
 
-def test_whatever_the_order_of_events_nothing_is_lost_and_all_of_it_ends(
-    database: Database,
-) -> None:
+def walk(database: Database, *, examples: int, steps: int) -> None:
     with database.session() as tx:
         run_state_machine_as_test(
             lambda: Queue(tx),  # type: ignore[arg-type]
             settings=settings(
-                max_examples=30,
-                stateful_step_count=30,
+                max_examples=examples,
+                stateful_step_count=steps,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )
+
+
+def test_whatever_the_order_of_events_nothing_is_lost_and_all_of_it_ends(
+    database: Database,
+) -> None:
+    walk(database, examples=25, steps=30)
+
+
+@pytest.mark.slow
+def test_the_same_for_much_longer(database: Database) -> None:
+    walk(database, examples=1000, steps=50)

@@ -2,11 +2,12 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 from psycopg import errors as pg
-from psycopg.rows import DictRow, dict_row
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.rows import DictRow, TupleRow, dict_row
 from psycopg_pool import ConnectionPool, PoolClosed, PoolTimeout
 
 from app.core.errors import StoreUnavailable
@@ -37,7 +38,7 @@ PASSING = (
 UNMIGRATED = (pg.UndefinedTable, pg.UndefinedColumn, pg.UndefinedFunction, pg.InvalidSchemaName)
 
 
-def _options(application: str) -> dict[str, Any]:
+def _options(url: str, application: str) -> dict[str, Any]:
     limits = {
         "statement_timeout": STATEMENT_SECONDS * 1000,
         "lock_timeout": LOCK_SECONDS * 1000,
@@ -45,8 +46,10 @@ def _options(application: str) -> dict[str, Any]:
         "jit": "off",  # compiling costs more than any statement of ours takes
         "timezone": "UTC",
     }
+    theirs = str(conninfo_to_dict(url).get("options") or "")
     return {
-        "options": " ".join(f"-c {name}={value}" for name, value in limits.items()),
+        # Behind those of the URL, such as a search_path, which would be lost otherwise.
+        "options": " ".join([theirs, *(f"-c {name}={value}" for name, value in limits.items())]),
         "application_name": application,
         "connect_timeout": CONNECT_SECONDS,
         # A library that talks to Kerberos does not survive a fork.
@@ -66,7 +69,7 @@ class Database:
         self._pool = ConnectionPool(
             url,
             connection_class=psycopg.Connection[DictRow],
-            kwargs={"row_factory": dict_row, "autocommit": True, **_options(application)},
+            kwargs={"row_factory": dict_row, "autocommit": True, **_options(url, application)},
             min_size=0,
             max_size=most_connections,
             timeout=POOL_SECONDS,
@@ -98,7 +101,10 @@ class Database:
         """Open a connection outside the pool, in autocommit mode; the caller closes it."""
         with translated():
             return psycopg.Connection[DictRow].connect(
-                self._url, row_factory=dict_row, autocommit=True, **_options(self._application)
+                self._url,
+                row_factory=dict_row,
+                autocommit=True,
+                **_options(self._url, self._application),
             )
 
     def close(self) -> None:
@@ -119,7 +125,8 @@ def translated() -> Generator[None]:
 
 
 def _check(connection: Tx) -> None:
-    ConnectionPool.check_connection(connection)
+    # Its signature names rows as tuples; it reads none.
+    ConnectionPool.check_connection(cast("psycopg.Connection[TupleRow]", connection))
 
 
 def _name(exc: Exception) -> str:

@@ -1,0 +1,235 @@
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import quote
+
+import psycopg
+import pytest
+
+from app.core.errors import StoreUnavailable
+from app.core.store import database as database_module
+from app.core.store.database import Database, Tx, translated
+from tests import rows
+from tests.conftest import free_port
+from tests.processes import wait_for
+
+
+@pytest.fixture
+def database(shared_database_url: str) -> Iterator[Database]:
+    with rows.open_database(shared_database_url, most_connections=2) as database:
+        yield database
+
+
+@pytest.fixture
+def tx(database: Database) -> Iterator[Tx]:
+    with database.session() as connection:
+        rows.empty(connection)
+        yield connection
+
+
+def setting(tx: Tx, name: str) -> object:
+    row = tx.execute("SELECT current_setting(%(name)s) AS value", {"name": name}).fetchone()
+    assert row
+    return row["value"]
+
+
+def connections(tx: Tx, application: str) -> int:
+    row = tx.execute(
+        "SELECT count(*) AS found FROM pg_stat_activity WHERE application_name = %(name)s",
+        {"name": application},
+    ).fetchone()
+    assert row
+    return int(row["found"])
+
+
+INSERT = "INSERT INTO ai_insights (id, body) VALUES (%(id)s, 'a')"
+COUNT = "SELECT count(*) AS found FROM ai_insights"
+
+
+def fail(tx: Tx) -> None:
+    """Change something, and then fail."""
+    tx.execute(INSERT, {"id": 2})
+    tx.execute("SELECT 1 / 0")
+
+
+def test_a_transaction_is_kept_at_its_end_and_taken_back_where_it_fails(
+    database: Database, tx: Tx
+) -> None:
+    with database.transaction() as kept:
+        kept.execute(INSERT, {"id": 1})
+        assert tx.execute(COUNT).fetchone() == {"found": 0}
+
+    with pytest.raises(psycopg.errors.DivisionByZero), database.transaction() as lost:
+        fail(lost)
+
+    assert tx.execute(COUNT).fetchone() == {"found": 1}
+
+
+def test_no_statement_lock_or_idle_transaction_lasts_for_ever(tx: Tx) -> None:
+    limits = {
+        name: setting(tx, name)
+        for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+    }
+
+    assert limits == {
+        "statement_timeout": "30s",
+        "lock_timeout": "10s",
+        "idle_in_transaction_session_timeout": "1min",
+    }
+    assert setting(tx, "TimeZone") == "UTC"
+
+
+def test_options_of_the_url_are_kept_beside_ours(shared_database_url: str) -> None:
+    options = quote("-c search_path=holdfast,public -c statement_timeout=1")
+
+    url = f"{shared_database_url}?options={options}"
+    with rows.open_database(url) as database, database.session() as tx:
+        assert setting(tx, "search_path") == "holdfast,public"
+        assert setting(tx, "statement_timeout") == "30s"
+
+
+def test_nothing_is_connected_before_the_first_use(shared_database_url: str, tx: Tx) -> None:
+    unused = Database(shared_database_url, application="unused")
+
+    assert connections(tx, "unused") == 0
+    with unused.session():
+        assert connections(tx, "unused") == 1
+    unused.close()
+    wait_for(lambda: connections(tx, "unused") == 0)
+
+
+def test_a_database_made_before_a_fork_works_after_it(shared_database_url: str) -> None:
+    with rows.open_database(shared_database_url) as database:
+        child = os.fork()
+        if not child:  # pragma: no cover - coverage does not follow os._exit
+            with database.session() as tx:
+                tx.execute("SELECT 1")
+            os._exit(17)
+        _, status = os.waitpid(child, 0)
+        with database.session() as tx:
+            tx.execute("SELECT 1")
+
+    assert os.waitstatus_to_exitcode(status) == 17
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pools that are made from now on give up soon."""
+    monkeypatch.setattr(database_module, "POOL_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_where_nobody_listens_it_says_so_without_the_password() -> None:
+    url = f"postgresql://someone:hunter2@127.0.0.1:{free_port()}/db"
+    with rows.open_database(url) as database:
+        for reach in (database.session, database.transaction, database.dedicated):
+            with pytest.raises(StoreUnavailable) as caught, reach():
+                pytest.fail("there is nobody")
+            assert "hunter2" not in caught.value.message
+            assert "someone" not in caught.value.message
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_where_all_connections_are_lent_it_says_so_in_time(shared_database_url: str) -> None:
+    with (
+        rows.open_database(shared_database_url, most_connections=1) as database,
+        database.session(),
+        pytest.raises(StoreUnavailable, match="PoolTimeout"),
+        database.session(),
+    ):
+        pytest.fail("there is but one")
+
+
+def test_a_connection_that_was_cut_is_replaced(database: Database, tx: Tx) -> None:
+    def cut(connection: Tx) -> None:
+        """End a connection as a server does that is restarted."""
+        tx.execute("SELECT pg_terminate_backend(%(pid)s)", {"pid": connection.info.backend_pid})
+
+    with database.session() as idle:
+        idle.execute("SELECT 1")
+    cut(idle)
+    with database.session() as connection:
+        connection.execute("SELECT 1")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SET statement_timeout = 1; SELECT pg_sleep(10)",
+        "SELECT * FROM holdfast.nothing",
+        "SELECT holdfast.nothing()",
+        "SELECT nothing FROM holdfast.jobs",
+        "BEGIN READ ONLY; INSERT INTO ai_insights (id, body) VALUES (1, 'a')",
+    ],
+)
+def test_what_may_be_otherwise_later_is_told_as_such(database: Database, statement: str) -> None:
+    with pytest.raises(StoreUnavailable), database.session() as connection:
+        connection.execute(statement.encode())
+
+
+def test_a_lock_that_is_not_given_is_told_as_such(database: Database, tx: Tx) -> None:
+    with tx.transaction():
+        tx.execute("LOCK TABLE ai_insights")
+        with pytest.raises(StoreUnavailable), database.session() as other:
+            other.execute("SET lock_timeout = 1; LOCK TABLE ai_insights")
+
+
+def test_of_two_that_wait_in_a_ring_one_is_told_to_come_again(database: Database, tx: Tx) -> None:
+    tx.execute("INSERT INTO ai_insights (id, body) VALUES (1, 'a'), (2, 'b')")
+    change = "UPDATE ai_insights SET body = 'c' WHERE id = %(id)s"
+
+    def other() -> None:
+        with database.transaction() as connection:
+            connection.execute(change, {"id": 2})
+            connection.execute(change, {"id": 1})
+
+    def refused(act: Callable[[], object]) -> bool:
+        try:
+            act()
+        except StoreUnavailable:
+            return True
+        return False
+
+    def mine() -> None:
+        with translated(), tx.transaction():
+            tx.execute(change, {"id": 1})
+            waiting = pool.submit(refused, other)
+            futures.append(waiting)
+            with psycopg.connect(database._url) as third:  # noqa: SLF001 - a third connection
+                wait_for(lambda: third.execute(WAITING).fetchone() != (0,))
+            tx.execute(change, {"id": 2})
+
+    futures: list[object] = []
+    with ThreadPoolExecutor(1) as pool:
+        mine_refused = refused(mine)
+
+    assert [mine_refused, futures[0].result()].count(True) == 1  # type: ignore[attr-defined]
+
+
+WAITING = (
+    "SELECT count(*) FROM pg_stat_activity"
+    " WHERE datname = current_database() AND wait_event_type = 'Lock'"
+)
+
+
+@pytest.mark.parametrize(
+    ("statement", "error"),
+    [
+        ("SELECT 1 / 0", psycopg.errors.DivisionByZero),
+        ("SELEC", psycopg.errors.SyntaxError),
+        ("INSERT INTO ai_insights (id) VALUES (1)", psycopg.errors.NotNullViolation),
+    ],
+)
+def test_a_fault_of_ours_stays_what_it_is(
+    database: Database, statement: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error), database.session() as connection:
+        connection.execute(statement.encode())
+
+
+def test_a_connection_is_clean_again_for_the_next_one(database: Database) -> None:
+    with pytest.raises(psycopg.errors.DivisionByZero), database.transaction() as connection:
+        connection.execute("SELECT 1 / 0")
+
+    with database.session() as connection:
+        assert connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
