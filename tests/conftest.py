@@ -56,6 +56,10 @@ def servers() -> Iterator[Servers]:
     """Start Postgres and Redis for the whole run."""
     with processes.open_folder() as home:
         running = start_servers(home)
+        with psycopg.connect(running.database_url, autocommit=True) as connection:
+            # Whatever a test kills, the machine goes on: what is written need not reach the disk.
+            connection.execute("ALTER SYSTEM SET fsync = off")
+            connection.execute("SELECT pg_reload_conf()")
         yield running
         running.stop()
         shutil.rmtree(find_place(home).folder)

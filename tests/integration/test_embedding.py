@@ -17,7 +17,7 @@ from tests import fakes
 from tests.drains import CALLER, Mill, open_mill
 from tests.fakes import Fake, Reply
 from tests.processes import wait_for
-from worker import embedding
+from worker import calls, embedding
 
 MARK = "MARK"
 TOO_LONG = Reply(status=400, error="the input length exceeds the context length")
@@ -347,7 +347,7 @@ def test_a_slow_slice_is_halved_and_the_next_ones_are_no_larger(open_one: OpenMi
 def test_slices_shrink_where_they_take_too_long(
     open_one: OpenMill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding, "SLICE_SECONDS", 0.1)
+    monkeypatch.setattr(calls, "SLICE_SECONDS", 0.1)
     mill = open_one(QUEUE_BATCH_SIZE="8")
     mill.fake.seconds_per_item = 0.05
     job_id = mill.submit(*texts(12))
@@ -362,7 +362,7 @@ def test_a_call_that_could_outlive_its_bell_is_left_to_the_next_one(
 ) -> None:
     mill = open_one(**TIMEOUTS)
     limit = mill.ctx.bell_seconds
-    monkeypatch.setattr(embedding, "SETTLE_SECONDS", limit - 1.9)  # enough for one call
+    monkeypatch.setattr(calls, "SETTLE_SECONDS", limit - 1.9)  # enough for one call
     too_many = Reply(delay_seconds=60)
     mill.fake.rules.append(lambda call: too_many if len(call.texts) > 4 else None)
     job_id = mill.submit(*texts(8))

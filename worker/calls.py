@@ -1,0 +1,295 @@
+"""Calls to the backend: what goes together, when it may go, and whose fault it is if it fails."""
+
+import logging
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+
+from app.core.errors import (
+    AnswerFault,
+    BackendFault,
+    ErrorClass,
+    HoldfastError,
+    RequestFault,
+    WorkError,
+)
+from app.core.model import PAUSE_CAP_SECONDS, Claim, Target, backoff, check_vectors
+from app.core.store import fleet, targets
+from app.core.store.database import Tx
+from worker.runtime import Horse
+
+log = logging.getLogger(__name__)
+
+CONTROL_TEXT = "ok"
+"""A harmless text: what fails for it too is the backend's fault, never a text's."""
+
+SLICE_SECONDS = 2.5
+"""How long a slice should take: long enough to be cheap, short enough to take turns and to stop."""
+
+BYTES_PER_TOKEN = 3
+
+SETTLE_SECONDS = 20.0
+"""What a bell keeps of its time limit for settling: no call may reach into it."""
+
+PAUSED_MESSAGE = "the backend was paused while the items were in hand"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of some claims that went to the backend together."""
+
+    claims: Sequence[Claim]
+    vectors: Sequence[Sequence[float]]
+    error: WorkError | None = None
+
+    def only(self, ids: frozenset[int]) -> "Answer":
+        """Return the same for some of the claims."""
+        kept = [place for place, claim in enumerate(self.claims) if claim.item_id in ids]
+        vectors = [self.vectors[place] for place in kept] if self.vectors else ()
+        return Answer([self.claims[place] for place in kept], vectors, self.error)
+
+
+def first_pace(horse: Horse, tx: Tx) -> int:
+    """Return how many items the first slice should have, by what items cost lately."""
+    most = horse.context.settings.queue_batch_size
+    cost = fleet.cost(tx)
+    return most if cost is None else max(1, min(most, int(SLICE_SECONDS / max(cost.p50, 1e-6))))
+
+
+class Calls:
+    """The backend as one bell uses it, slice by slice."""
+
+    def __init__(self, horse: Horse, registered: Sequence[Target], pace: int) -> None:
+        self.horse = horse
+        self.ctx = horse.context
+        self.targets = _by_key(registered)
+        self.pace = pace
+        """How many items the next slice should have."""
+        self.is_spent = False
+        """Whether no time is left in this bell for another call."""
+        self.backends: dict[str, fleet.Backend] = {}
+        self.loaded: set[str] = set()
+        self.noted: set[str] = set()
+        self.control: dict[str, WorkError | None] = {}
+        self.halted: set[str] = set()
+        self.call_seconds = 0.0
+        self.ends = time.monotonic() + self.ctx.bell_seconds - SETTLE_SECONDS
+
+    def begin_slice(self, tx: Tx) -> set[str]:
+        """Look at the backends anew; return the models that are paused, tried again or not."""
+        self.control.clear()
+        self.halted.clear()
+        self.backends = fleet.backends(tx, self.horse.backend)
+        paused = {model for model, each in self.backends.items() if each.paused_since}
+        self.loaded -= paused
+        return paused
+
+    def answers(self, claims: Sequence[Claim]) -> Iterator[Answer]:
+        """Send the claims' texts, and say what became of each: halves, alone, or not at all."""
+        by_model = sorted(claims, key=self.model)
+        for model, group in groupby(by_model, key=self.model):
+            for call in self._calls(model, list(group)):
+                yield from self._embed(model, call)
+
+    def model(self, claim: Claim) -> str:
+        """Return the model that an item is for."""
+        return self.target(claim).model
+
+    def target(self, claim: Claim) -> Target:
+        """Return where the vector of an item goes."""
+        key = (claim.target_table, claim.embedding_version)
+        if key not in self.targets:  # registered since this bell began
+            with self.ctx.database.transaction() as tx:
+                self.targets = _by_key(targets.registered(tx))
+        return self.targets[key]
+
+    def _calls(self, model: str, claims: Sequence[Claim]) -> Iterator[list[Claim]]:
+        """Cut claims into calls that respect the limits on items and on estimated tokens."""
+        settings = self.ctx.settings
+        known = self.backends.get(model)
+        most = min(settings.embedder_max_items, (known and known.max_items) or len(claims))
+        call: list[Claim] = []
+        tokens = 0
+        for claim in claims:
+            cost = len(claim.text.encode()) // BYTES_PER_TOKEN + 1
+            if call and (len(call) >= most or tokens + cost > settings.embedder_max_tokens):
+                yield call
+                call, tokens = [], 0
+            call.append(claim)
+            tokens += cost
+        if call:
+            yield call
+
+    # ---- whose fault is it ---------------------------------------------------------------
+
+    def _embed(
+        self, model: str, claims: Sequence[Claim], *, again: bool = False
+    ) -> Iterator[Answer]:
+        if model in self.halted:
+            yield Answer(claims, (), BackendFault(ErrorClass.UNREACHABLE, PAUSED_MESSAGE))
+            return
+        try:
+            vectors = self._call(model, [claim.text for claim in claims])
+        except _NoTimeLeft:
+            yield _released(claims)
+        except BackendFault as fault:
+            yield self.pause(model, claims, fault)
+        except (RequestFault, AnswerFault) as fault:
+            if isinstance(fault, RequestFault) and fault.retry_whole and not again:
+                yield from self._embed(model, claims, again=True)
+            else:
+                yield from self._narrow(model, claims, fault)
+        else:
+            self._adjust(len(claims), self.call_seconds)
+            yield Answer(claims, vectors)
+
+    def _call(self, model: str, texts: Sequence[str]) -> list[list[float]]:
+        """Call the backend when it is this bell's turn, and check what it answers.
+
+        Raises _NoTimeLeft where the call could outlive the bell.
+        """
+        seconds = self._seconds(model)
+        with self._turn_to_call(self._seconds_left() - seconds):
+            began = time.monotonic()
+            vectors = self.horse.embedder.embed(texts, model=model, seconds=seconds)
+            self.call_seconds = time.monotonic() - began
+        check_vectors(vectors, count=len(texts), dimension=self._dimension(model))
+        self.loaded.add(model)
+        return vectors
+
+    @contextmanager
+    def _turn_to_call(self, seconds: float) -> Generator[None]:
+        """Wait until fewer calls than allowed are under way, over all workers."""
+        most = self.ctx.settings.embedder_max_calls
+        with self.ctx.database.session() as connection:
+            slot = fleet.take_call(connection, self.horse.backend, most=most, seconds=seconds)
+            if slot is None:
+                self.is_spent = True
+                raise _NoTimeLeft
+            try:
+                yield
+            finally:
+                fleet.leave_call(connection, self.horse.backend, slot)
+
+    def _seconds(self, model: str) -> float:
+        settings = self.ctx.settings
+        known = self.backends.get(model)
+        if model in self.loaded or (known and known.is_warm):
+            return settings.embedder_timeout_seconds
+        return max(settings.embedder_load_seconds, settings.embedder_timeout_seconds)
+
+    def _seconds_left(self) -> float:
+        return self.ends - time.monotonic()
+
+    def _dimension(self, model: str) -> int:
+        return next(each.dimension for each in self.targets.values() if each.model == model)
+
+    def _narrow(
+        self, model: str, claims: Sequence[Claim], fault: RequestFault | AnswerFault
+    ) -> Iterator[Answer]:
+        """Halve what failed until one text stands alone; blame it only if a harmless one passes."""
+        is_slow = fault.error_class is ErrorClass.SLOW
+        is_size_limit = isinstance(fault, RequestFault) and fault.is_size_limit
+        middle = len(claims) // 2
+        if middle and (is_slow or is_size_limit):
+            self._remember_limit(model, middle)
+        is_plain = fault.error_class is ErrorClass.BAD_INPUT
+        if not middle or not (is_plain or is_size_limit):
+            try:
+                shared = self._control(model, afresh=not middle and not is_plain)
+            except _NoTimeLeft:
+                yield _released(claims)
+                return
+            if shared is not None:
+                message = f"{fault.message} (so does a harmless text)"
+                worse = BackendFault(fault.error_class, message)
+                yield self.pause(model, claims, worse)
+                return
+        if not middle:
+            yield Answer(claims, (), fault)
+            return
+        yield from self._embed(model, claims[:middle], again=True)
+        yield from self._embed(model, claims[middle:], again=True)
+
+    def _control(self, model: str, *, afresh: bool) -> WorkError | None:
+        """Return what is wrong with the backend for a harmless text, or None.
+
+        Asked once a slice, and `afresh` where the verdict on a text hangs on how it is now.
+        """
+        if afresh or model not in self.control:
+            try:
+                self._call(model, [CONTROL_TEXT])
+            except WorkError as exc:
+                self.control[model] = exc
+            else:
+                self.control[model] = None
+        return self.control[model]
+
+    def pause(self, model: str, claims: Sequence[Claim], fault: BackendFault) -> Answer:
+        """Pause the backend, so that nobody pays for its fault and nobody hammers it."""
+        self.halted.add(model)
+        self.loaded.discard(model)
+        self.noted.discard(model)
+        known = self.backends.get(model)
+        seconds = backoff(known.tries if known else 0, cap_seconds=PAUSE_CAP_SECONDS)
+        seconds = max(seconds, fault.retry_after_seconds or 0)
+        with self.ctx.database.transaction() as tx:
+            is_new = fleet.pause(
+                tx,
+                self.horse.backend,
+                model,
+                seconds=seconds,
+                error_class=fault.error_class,
+                message=fault.message,
+            )
+        if is_new:
+            log.warning(
+                "backend paused: %s",
+                fault.message,
+                extra={
+                    "event": "backend_paused",
+                    "backend": self.horse.backend,
+                    "model": model,
+                    "error_class": fault.error_class,
+                },
+            )
+        return Answer(claims, (), BackendFault(fault.error_class, fault.message))
+
+    def _remember_limit(self, model: str, most: int) -> None:
+        with self.ctx.database.transaction() as tx:
+            fleet.remember_limit(tx, self.horse.backend, model, most)
+            self.backends = fleet.backends(tx, self.horse.backend)
+        self.pace = min(self.pace, most)
+
+    def _adjust(self, sent: int, seconds: float) -> None:
+        most = self.ctx.settings.queue_batch_size
+        if seconds > 2 * SLICE_SECONDS:
+            self.pace = max(1, sent // 2)
+        elif seconds < SLICE_SECONDS / 2 and sent >= self.pace:
+            self.pace = min(most, self.pace * 2)
+
+    def note_answer(self, tx: Tx, model: str) -> None:
+        """Record that a backend answered rightly: its pause is over, its model is loaded."""
+        known = self.backends.get(model)
+        is_paused = bool(known and known.paused_since)
+        # Not at each slice: all workers would wait for each other's update of one row.
+        if is_paused or not (model in self.noted or (known and known.is_warm)):
+            fleet.note_ok(tx, self.horse.backend, model)
+        if is_paused:
+            facts = {"event": "backend_resumed", "backend": self.horse.backend, "model": model}
+            log.info("backend answers again", extra=facts)
+        self.noted.add(model)
+
+
+class _NoTimeLeft(HoldfastError):
+    """No time was left in this turn for another call."""
+
+
+def _released(claims: Sequence[Claim]) -> Answer:
+    return Answer(claims, (), BackendFault(ErrorClass.SLOW, _NoTimeLeft().message))
+
+
+def _by_key(registered: Sequence[Target]) -> dict[tuple[str, str], Target]:
+    return {(each.target_table, each.embedding_version): each for each in registered}
