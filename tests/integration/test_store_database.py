@@ -1,6 +1,7 @@
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from urllib.parse import quote
 
 import psycopg
@@ -8,7 +9,7 @@ import pytest
 
 from app.core.errors import StoreUnavailable
 from app.core.store import database as database_module
-from app.core.store.database import Database, Tx, translated
+from app.core.store.database import Database, Tx
 from tests import rows
 from tests.conftest import free_port
 from tests.processes import wait_for
@@ -16,7 +17,7 @@ from tests.processes import wait_for
 
 @pytest.fixture
 def database(shared_database_url: str) -> Iterator[Database]:
-    with rows.open_database(shared_database_url, most_connections=2) as database:
+    with rows.open_database(shared_database_url, most_connections=3) as database:
         yield database
 
 
@@ -176,40 +177,27 @@ def test_a_lock_that_is_not_given_is_told_as_such(database: Database, tx: Tx) ->
 
 def test_of_two_that_wait_in_a_ring_one_is_told_to_come_again(database: Database, tx: Tx) -> None:
     tx.execute("INSERT INTO ai_insights (id, body) VALUES (1, 'a'), (2, 'b')")
-    change = "UPDATE ai_insights SET body = 'c' WHERE id = %(id)s"
+    first_holds, second_holds = Event(), Event()
 
-    def other() -> None:
-        with database.transaction() as connection:
-            connection.execute(change, {"id": 2})
-            connection.execute(change, {"id": 1})
-
-    def refused(act: Callable[[], object]) -> bool:
+    def was_refused(target_ids: tuple[int, int], holds: Event, other_holds: Event) -> bool:
         try:
-            act()
+            with database.transaction() as connection:
+                for target_id in target_ids:
+                    connection.execute(CHANGE, {"id": target_id})
+                    holds.set()
+                    assert other_holds.wait(10)
         except StoreUnavailable:
             return True
         return False
 
-    def mine() -> None:
-        with translated(), tx.transaction():
-            tx.execute(change, {"id": 1})
-            waiting = pool.submit(refused, other)
-            futures.append(waiting)
-            with psycopg.connect(database._url) as third:  # noqa: SLF001 - a third connection
-                wait_for(lambda: third.execute(WAITING).fetchone() != (0,))
-            tx.execute(change, {"id": 2})
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(was_refused, (1, 2), first_holds, second_holds)
+        second = pool.submit(was_refused, (2, 1), second_holds, first_holds)
 
-    futures: list[object] = []
-    with ThreadPoolExecutor(1) as pool:
-        mine_refused = refused(mine)
-
-    assert [mine_refused, futures[0].result()].count(True) == 1  # type: ignore[attr-defined]
+        assert sorted([first.result(30), second.result(30)]) == [False, True]
 
 
-WAITING = (
-    "SELECT count(*) FROM pg_stat_activity"
-    " WHERE datname = current_database() AND wait_event_type = 'Lock'"
-)
+CHANGE = "UPDATE ai_insights SET body = 'c' WHERE id = %(id)s"
 
 
 @pytest.mark.parametrize(
