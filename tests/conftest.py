@@ -30,6 +30,8 @@ hypothesis.settings.load_profile("ours")
 DIMENSION = 8
 """Of the demo's columns in the tests: small vectors are read faster, by people too."""
 
+TRACE_CIDS = 5000
+
 FOREIGN = [
     *("PGHOST", "PGHOSTADDR", "PGPORT", "PGUSER", "PGPASSWORD", "PGPASSFILE", "PGDATABASE"),
     *("PGOPTIONS", "PGSERVICE", "PGSSLMODE", "PGAPPNAME", "PGCONNECT_TIMEOUT", "PGTZ"),
@@ -79,6 +81,19 @@ def template(servers: Servers) -> str:
         version=settings.version_label,
     )
     return "template_of_tests"
+
+
+@pytest.fixture(scope="session")
+def trace_source_url(servers: Servers) -> str:
+    """Make the demo's trace source, some 5,000 containers, and give its URL. Nobody changes it."""
+    url = _at(servers.database_url, "trace_source")
+    with psycopg.connect(servers.database_url, autocommit=True) as connection:
+        connection.execute("CREATE DATABASE trace_source")
+    migrate(url, demo=True, dimension=DIMENSION)
+    from worker.demo_trace import load
+
+    load(url, cids=TRACE_CIDS)
+    return url
 
 
 @pytest.fixture

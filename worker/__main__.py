@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="work on the bells of one queue until SIGTERM")
-    run.add_argument("queue", help=f"{EMBEDDINGS}, or {EMBEDDINGS}-<project>")
+    run.add_argument("queue", help=f"{EMBEDDINGS}, {EMBEDDINGS}-<project>, or trace-events")
     commands.add_parser("sweep", help="make good what was lost, until SIGTERM")
     commands.add_parser("enabled", help="exit 0 where ENABLE_QUEUE_WORKER is on, else 1")
     commands.add_parser("up", help="everything in the foreground, for development")

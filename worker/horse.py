@@ -32,10 +32,11 @@ from app.core.bells import BellJob, BellQueue, job_of
 from app.core.config import Settings
 from app.core.errors import ErrorClass, StoreUnavailable
 from app.core.link import Link, connect
-from app.core.store import fleet, items
+from app.core.model import is_trace
+from app.core.store import fleet, items, traces
 from app.core.store.database import Database, Tx, translated
 from worker import tasks
-from worker.runtime import prepare
+from worker.runtime import prepare, prepare_trace
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ def run(settings: Settings, queue: str) -> int:
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # noqa: TID251 - a library's
     notice = Notice.of_service()
     queue = queue.partition(":")[0]  # embeddings:2 is how a service manager names a second worker
-    recipe = prepare(settings, queue)
+    serves_traces = queue == settings.trace_worker_queue
+    recipe = prepare_trace(settings) if serves_traces else prepare(settings, queue)
     gc.freeze()  # what the parent loaded is not touched, and so not copied, by each horse
     stop = StopByte()
     tasks.STABLE.set(tasks.Stable(recipe, stop.is_set))
@@ -213,7 +215,8 @@ class HoldfastWorker(Worker):
         freed: int | None = None
         try:
             with self._store(LAST_LIMIT_SECONDS) as tx:
-                freed = items.recover_dead(
+                recover = traces.recover_dead if is_trace(job.id) else items.recover_dead
+                freed = recover(
                     tx, leased_by=job.id, error_class=cause.error_class, message=cause.message
                 )
         except Exception as exc:  # noqa: BLE001 - whatever it is, it would end the worker

@@ -6,9 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.core.config import Settings
-from app.core.context import Context, open_context
+from app.core.context import Context, open_context, source_options
 from app.core.model import EMBEDDINGS
-from app.core.ports import Embedder, EmbedderOptions, PrimarySink, find
+from app.core.ports import (
+    Embedder,
+    EmbedderOptions,
+    PrimarySink,
+    SourceOptions,
+    TraceSource,
+    find,
+)
 
 HORSE_CONNECTIONS = 3
 
@@ -46,6 +53,60 @@ class Horse:
         self.context.close()
 
 
+@dataclass(frozen=True, slots=True)
+class TraceRecipe:
+    """The same for the bells of trace jobs."""
+
+    settings: Settings
+    queue: str
+    build_source: Callable[[SourceOptions], TraceSource]
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceHorse:
+    """What one bell of a trace job works with."""
+
+    context: Context
+    source: TraceSource
+    leased_by: str
+    must_stop: Callable[[], bool]
+
+    def close(self) -> None:
+        """Close what was opened."""
+        self.source.close()
+        self.context.close()
+
+
+def prepare_trace(settings: Settings) -> TraceRecipe:
+    """Load the trace source, so that a fork finds it in memory; open nothing.
+
+    Raises ConfigError where it is unknown or refuses its options.
+    """
+    build_source = find("sources", settings.trace_source)
+    build_source(source_options(settings)).close()
+    return TraceRecipe(settings, settings.trace_worker_queue, build_source, os.getpid())
+
+
+def open_trace_horse(
+    recipe: TraceRecipe, *, leased_by: str, stop_asked: Callable[[], bool]
+) -> TraceHorse:
+    """Open the connections of one bell of a trace job; called after the fork only."""
+    settings = recipe.settings
+    return TraceHorse(
+        context=open_context(
+            settings, application=f"holdfast {leased_by}", most_connections=HORSE_CONNECTIONS
+        ),
+        source=recipe.build_source(source_options(settings)),
+        leased_by=leased_by,
+        must_stop=_must_stop(recipe.pid, stop_asked),
+    )
+
+
+def _must_stop(parent: int, stop_asked: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: stop_asked() or parent not in (os.getppid(), os.getpid())
+
+
 def prepare(settings: Settings, queue: str = EMBEDDINGS) -> Recipe:
     """Load the chosen adapters, so that a fork finds them in memory; open nothing.
 
@@ -78,7 +139,7 @@ def open_horse(recipe: Recipe, *, leased_by: str, stop_asked: Callable[[], bool]
         backend=settings.embedder,
         queue=recipe.queue,
         leased_by=leased_by,
-        must_stop=lambda: stop_asked() or recipe.pid not in (os.getppid(), os.getpid()),
+        must_stop=_must_stop(recipe.pid, stop_asked),
     )
 
 

@@ -35,6 +35,7 @@ GUNICORN = Path(__file__).parent.parent / "deploy" / "systemd" / "gunicorn.conf.
 SERVER_SECONDS = 60.0  # a database that was killed reads its log again before it answers
 READY_SECONDS = 180.0  # a worker loads its model before it says that it lives
 CONFIG_EXIT = 78
+DEMO_CIDS = 5000
 UNSET_DATABASE, UNSET_REDIS = "postgresql://embedded", "redis://embedded"
 
 
@@ -129,6 +130,9 @@ def _processes(crew: "Crew", settings: Settings, environ: Mapping[str, str]) -> 
     if settings.enable_queue_worker:
         commands["sweeper"] = ["worker", "sweep"]
         commands["worker-embeddings"] = ["worker", "run", "embeddings"]
+        for number in range(1, settings.trace_worker_count + 1):
+            trace_worker = ["worker", "run", settings.trace_worker_queue]
+            commands[f"worker-traces-{number}"] = trace_worker
     return [
         Process(
             name=name,
@@ -277,11 +281,20 @@ class Crew:
         servers.write_private(self.home / "env", lines)
 
     def migrate(self, environ: Mapping[str, str], *, demo: bool) -> None:
-        """Bring the database to this version. Raises StartError with what was said against it."""
-        argv = [sys.executable, "-m", "migrations", *(["--demo"] if demo else [])]
-        log = self.log("migrations")
+        """Bring the database to this version; with `demo` fill in what there is to be traced.
+
+        Raises StartError with what was said against it.
+        """
+        self._run("migrations", environ, "migrations", *(["--demo"] if demo else []))
+        if demo:
+            load = ["load", "--cids", str(DEMO_CIDS)]
+            self._run("demo-trace", environ, "worker.demo_trace", *load)
+
+    def _run(self, name: str, environ: Mapping[str, str], *command: str) -> None:
+        log = self.log(name)
         log.unlink(missing_ok=True)
-        process = Process(name="migrations", argv=argv, log=log, environ=environ)
+        argv = [sys.executable, "-m", *command]
+        process = Process(name=name, argv=argv, log=log, environ=environ)
         process.start()
         try:
             self._poll(lambda: process.death is not None, float("inf"))

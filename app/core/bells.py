@@ -20,10 +20,10 @@ from rq.serializers import JSONSerializer
 
 from app.core.errors import HoldfastError
 from app.core.link import Link, translated
-from app.core.model import Rings
+from app.core.model import Rings, is_trace
 
-TASK = "worker.tasks.embed"
-"""The one function that an embedding bell calls, named so that this side never imports it."""
+TASK, TRACE_TASK = "worker.tasks.embed", "worker.tasks.trace"
+"""The functions that bells call, by the kind of their job; named, so that nothing is imported."""
 
 FINISHED_TTL_SECONDS = 3600
 FAILED_TTL_SECONDS = 7 * 86400
@@ -62,7 +62,7 @@ class BellJob(RqJob):
     read would end the worker that took it from the queue.
     """
 
-    TASKS: ClassVar[frozenset[str]] = frozenset({TASK})
+    TASKS: ClassVar[frozenset[str]] = frozenset({TASK, TRACE_TASK})
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Bells:
     ) -> None:
         try:
             self._queue(queue).enqueue(
-                TASK,
+                TRACE_TASK if is_trace(rings.job_id) else TASK,
                 rings.job_id,
                 rings.run,
                 job_id=bell,

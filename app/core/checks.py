@@ -36,9 +36,21 @@ def readiness(ctx: Context) -> Seen:
     degraded = [*redis_faults(ctx), *paused]
     if not alive.sweepers:
         degraded.append("no_sweeper")
-    if not alive.workers:
-        degraded.append(f"no_worker:{EMBEDDINGS}")
+    degraded += [f"no_worker:{queue}" for queue in _unserved(ctx, alive)]
     return Seen(is_ready=True, shown={"status": "ok", "degraded": degraded})
+
+
+def expected_queues(ctx: Context) -> list[str]:
+    """Return the queues that should have a worker: traces where trace workers are expected."""
+    settings = ctx.settings
+    return [EMBEDDINGS, *([settings.trace_worker_queue] if settings.trace_worker_count else [])]
+
+
+def _unserved(ctx: Context, alive: fleet.Alive) -> list[str]:
+    """Return the expected queues that nobody serves; a project's worker stands for embeddings."""
+    traces = ctx.settings.trace_worker_queue
+    served = {queue if queue == traces else EMBEDDINGS for queue in alive.workers}
+    return [queue for queue in expected_queues(ctx) if queue not in served]
 
 
 def _unavailable(reason: str) -> Seen:

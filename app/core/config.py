@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from app.core.errors import ConfigError
+from app.core.model import EMBEDDINGS
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 TRUE, FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
@@ -119,6 +120,50 @@ class Settings:
         "pgvector",
         "Where vectors go; the first is written in the settle transaction.",
         words=("pgvector",),
+    )
+    trace_async_cid_threshold: int = setting(
+        20000, "Most container ids that are answered at once; more are a job.", least=1, most=10**6
+    )
+    trace_segment_cids: int = setting(
+        10000, "Container ids that a trace job reads at a time: its segment.", least=1, most=100000
+    )
+    trace_max_cids: int = setting(800000, "Most container ids in one request.", least=1, most=10**7)
+    trace_job_timeout_seconds: int = setting(
+        1800, "Longest time that a trace job may run, from its start.", least=1, most=86400
+    )
+    trace_job_ttl_seconds: int = setting(
+        3600, "Seconds that a finished trace job's result can be read.", least=1, most=604800
+    )
+    trace_segment_seconds: float = setting(
+        300.0, "Longest time that one segment may take.", least=0.1, most=3600
+    )
+    trace_sync_seconds: float = setting(
+        100.0, "Longest time that an answer at once may take.", least=0.1, most=3600
+    )
+    trace_max_sync: int = setting(
+        2, "Answers at once that one API process reads at a time.", least=1, most=100
+    )
+    trace_max_queued: int = setting(
+        20, "Open trace jobs that one client may have before a POST is 429.", least=1, most=10**6
+    )
+    trace_result_bytes: int = setting(
+        512 * 2**20, "Largest result of a trace job, compressed.", least=1024, most=2**40
+    )
+    trace_worker_queue: str = setting("trace-events", "Queue of the bells of trace jobs.")
+    trace_worker_count: int = setting(
+        1, "Trace workers that `make up` starts; 0: `/readyz` does not miss them.", least=0, most=64
+    )
+    trace_source: str = setting(
+        "postgres", "Where events are read: `postgres`, `oracle`, or `package.module:build`."
+    )
+    trace_source_url: str = setting(
+        "", "The source's URL; empty: the same Postgres as DATABASE_URL.", secret=True
+    )
+    trace_source_queries: str = setting(
+        "", "File with one SELECT a domain; empty: the demo's, on Postgres only."
+    )
+    trace_source_timeout_seconds: float = setting(
+        60.0, "Longest time that one statement may take there.", least=0.1, most=3600
     )
     max_body_bytes: int = setting(64 * 2**20, "Largest JSON body.", least=1024, most=2**30)
     max_stream_bytes: int = setting(4 * 2**30, "Largest NDJSON body.", least=1024, most=2**40)
@@ -261,12 +306,14 @@ def _distance(one: str, other: str) -> int:
 
 def _contradictions(settings: Settings) -> list[str]:
     faults = _address_faults(settings)
-    for name in ("rq_key_prefix", "queue_project"):
+    for name in ("rq_key_prefix", "queue_project", "trace_worker_queue"):
         value = getattr(settings, name)
         if value and not NAME.fullmatch(value):
             faults.append(f"{name.upper()}: letters, digits, - and _ only")
     if settings.auth == "off" and not is_loopback(settings.host):
         faults.append(f"AUTH=off is for loopback only, but HOST is {settings.host}")
+    if settings.trace_worker_queue.partition("-")[0] in ("", EMBEDDINGS):
+        faults.append(f"TRACE_WORKER_QUEUE: must be set, and not to {EMBEDDINGS} or a project's")
     if settings.cleanup_job_days < settings.cleanup_done_days:
         faults.append("CLEANUP_JOB_DAYS: must not be less than CLEANUP_DONE_DAYS")
     return faults

@@ -6,7 +6,11 @@ from app.core.bells import Bells
 from app.core.config import Settings
 from app.core.link import Link, connect
 from app.core.live import Live
+from app.core.model import is_trace, queue_for
+from app.core.ports import SourceOptions
 from app.core.store.database import Database
+
+BELL_MARGIN_SECONDS = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +25,26 @@ class Context:
 
     @property
     def bell_seconds(self) -> float:
-        """How long RQ lets one bell run: its budget, the longest slice, and a margin.
+        """How long RQ lets the bell of an embedding job run: its turn, the longest slice, a margin.
 
         A slice may wait for a model to be loaded, and then try whether a harmless text passes.
         """
         settings = self.settings
         call = settings.embedder_timeout_seconds
-        return settings.queue_bell_seconds + max(settings.embedder_load_seconds, call) + call + 40
+        longest = max(settings.embedder_load_seconds, call) + call
+        return settings.queue_bell_seconds + longest + BELL_MARGIN_SECONDS
+
+    @property
+    def trace_bell_seconds(self) -> float:
+        """The same for a trace job, whose slices are segments."""
+        settings = self.settings
+        return settings.queue_bell_seconds + settings.trace_segment_seconds + BELL_MARGIN_SECONDS
+
+    def queue(self, job_id: str, project: str, served: frozenset[str]) -> str:
+        """Return the queue of a job's bells; `served` are those that workers listen on."""
+        if is_trace(job_id):
+            return self.settings.trace_worker_queue
+        return queue_for(project, served)
 
     def close(self) -> None:
         """Close what is open."""
@@ -46,4 +63,13 @@ def open_context(settings: Settings, *, application: str, most_connections: int)
         link=link,
         bells=Bells(link),
         live=Live(link),
+    )
+
+
+def source_options(settings: Settings) -> SourceOptions:
+    """Return what the trace source is built from."""
+    return SourceOptions(
+        url=settings.trace_source_url or settings.database_url,
+        queries=settings.trace_source_queries,
+        statement_seconds=settings.trace_source_timeout_seconds,
     )

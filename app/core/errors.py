@@ -7,18 +7,20 @@ HoldfastError
 │  ├─ MalformedJson            400
 │  ├─ Unauthenticated          401 · ScopeMissing 403 · Forbidden 403
 │  ├─ JobNotFound              404
-│  ├─ JobNotFinished           409 · NothingToRequeue 409 · KeyInUse 409
+│  ├─ JobNotFinished           409 · JobFailed 409 · NothingToRequeue 409 · KeyInUse 409
 │  ├─ ResultExpired            410
 │  ├─ TooLarge                 413
 │  ├─ UnsupportedMediaType     415
 │  └─ TooManyQueued            429
 ├─ StoreUnavailable            503: Postgres cannot answer; nothing was promised
 ├─ BellsUnavailable            Redis is away: counted, never shown
+│  └─ RedisFull                Redis has no room for a page: the job waits
 ├─ WorkError                   something went wrong in a slice; its class decides who pays
 │  ├─ BackendFault             the whole backend
 │  ├─ RequestFault             these texts
 │  ├─ AnswerFault              the vectors are wrong
-│  └─ SinkFault                one row was refused by the store of its target
+│  ├─ SinkFault                one row was refused by the store of its target
+│  └─ SourceFault              a trace query failed: 502, 503 or 504 where somebody waits for it
 ├─ LeaseLost                   the items are somebody else's now; nothing was changed
 └─ FailedItemsRemain           ends a bell as failed on purpose, so that rq-dashboard shows it
 """
@@ -50,6 +52,13 @@ class ErrorClass(StrEnum):
     CRASHED = "crashed"
     EXITED = "exited"
     LEASE_EXPIRED = "lease_expired"
+    SOURCE_UNAVAILABLE = "source_unavailable"
+    SOURCE_TIMEOUT = "source_timeout"
+    SOURCE_FAILED = "source_failed"
+    COUNT_MISMATCH = "count_mismatch"
+    RESULT_TOO_LARGE = "result_too_large"
+    RESULT_LOST = "result_lost"
+    JOB_TIMEOUT = "job_timeout"
     INTERNAL = "internal"
 
 
@@ -166,6 +175,14 @@ class JobNotFinished(RequestError):
     title = "Job not finished"
 
 
+class JobFailed(RequestError):
+    """The job failed, so it has no result: see its errors, then requeue it."""
+
+    code = "job_failed"
+    status = 409
+    title = "Job failed"
+
+
 class NothingToRequeue(RequestError):
     """The job has no failed item that could be requeued."""
 
@@ -226,6 +243,12 @@ class BellsUnavailable(HoldfastError):
     code = "bells_unavailable"
 
 
+class RedisFull(BellsUnavailable):
+    """Redis has no room now: `maxmemory` is reached."""
+
+    code = "redis_full"
+
+
 class WorkError(HoldfastError):
     """A slice did not succeed; the class says who pays for it."""
 
@@ -277,6 +300,10 @@ class SinkFault(WorkError):
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorClass.STORE_REJECT, message)
+
+
+class SourceFault(WorkError):
+    """A trace source could not be read: it is away, too slow, or refuses the query."""
 
 
 class LeaseLost(HoldfastError):

@@ -9,7 +9,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from app.core.errors import BellsUnavailable
+from app.core.errors import BellsUnavailable, RedisFull
 
 CONNECT_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
@@ -67,5 +67,7 @@ def translated() -> Generator[None]:
     """Turn every way in which Redis can be away into BellsUnavailable."""
     try:
         yield
+    except redis.OutOfMemoryError as exc:
+        raise RedisFull from exc
     except redis.RedisError as exc:
         raise BellsUnavailable(f"Redis cannot answer now ({type(exc).__name__})") from exc

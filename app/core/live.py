@@ -1,10 +1,11 @@
-"""What lives in Redis with a TTL: job metadata. The one place that builds our keys."""
+"""What lives in Redis with a TTL: job metadata, pages of results. Here our keys are built."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from app.core.link import Link, translated
+from app.core.model import is_trace
 
 FRESH_SECONDS = 5
 """How long the metadata of an open job may be shown: then it is read from Postgres anew."""
@@ -81,6 +82,68 @@ class Live:
         with translated():
             self._redis.delete(_meta_key(job_id))
 
+    # ---- pages of trace results ----------------------------------------------------------
+
+    def keep_page(self, key: str, packed: bytes, *, ttl_seconds: float) -> None:
+        """Store a page; raises RedisFull, BellsUnavailable."""
+        with translated():
+            self._redis.set(key, packed, px=max(1, int(ttl_seconds * 1000)))
+
+    def pages(self, keys: Sequence[str], *, all_keys: Sequence[str]) -> list[bytes | None] | None:
+        """Return some pages of a result; None where any of all its pages is gone.
+
+        Raises BellsUnavailable.
+        """
+        with translated(), self._redis.pipeline(transaction=False) as pipeline:
+            for block in _blocks(all_keys):
+                pipeline.exists(*block)
+            if keys:
+                pipeline.mget(keys)
+            answers = pipeline.execute()
+        found: list[bytes | None] = answers.pop() if keys else []
+        return found if sum(answers) == len(all_keys) else None
+
+    def expire_pages(self, keys: Sequence[str], *, ttl_seconds: float) -> list[bool]:
+        """Give pages one common end, and say of each whether it is there.
+
+        By Redis' own clock, at the same millisecond for all. Raises BellsUnavailable.
+        """
+        with translated():
+            seconds, micros = self._redis.time()
+            ends = seconds * 1000 + micros // 1000 + max(1, int(ttl_seconds * 1000))
+            with self._redis.pipeline(transaction=False) as pipeline:
+                for key in keys:
+                    pipeline.pexpireat(key, ends)
+                return [bool(answer) for answer in pipeline.execute()]
+
+    def drop_pages(self, keys: Sequence[str]) -> None:
+        """Delete pages; raises BellsUnavailable."""
+        with translated():
+            for block in _blocks(keys):
+                self._redis.unlink(*block)
+
+    def memory_share(self) -> float:
+        """Return how full Redis is, of its maxmemory; 0 where none is set. Raises BellsUnavailable.
+
+        Without what its replicas and its log on disk hold, as Redis itself counts it.
+        """
+        with translated():
+            info = self._redis.info("memory")
+        most = int(info.get("maxmemory", 0))
+        return int(info["used_memory"]) / most if most else 0.0
+
+
+KEYS_AT_ONCE = 1000
+
+
+def _blocks(keys: Sequence[str]) -> list[Sequence[str]]:
+    return [keys[first : first + KEYS_AT_ONCE] for first in range(0, len(keys), KEYS_AT_ONCE)]
+
+
+def page_key(job_id: str, run: int, domain: str, page: str) -> str:
+    """Return the key of a page; `page` is its segment, the lease it was read under, its number."""
+    return f"trace:job:{job_id}:{run}:result:{domain}:{page}"
+
 
 def _meta_key(job_id: str) -> str:
-    return f"embedding:job:{job_id}:meta"
+    return f"{'trace' if is_trace(job_id) else 'embedding'}:job:{job_id}:meta"

@@ -2,11 +2,11 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from app.core.errors import (
     AnswerFault,
@@ -24,6 +24,9 @@ FLOAT32_MAX, FLOAT32_MIN = 3.4028234e38, 1.1754944e-38
 
 EMBEDDINGS = "embeddings"
 """The queue of embedding bells; a project's own is `embeddings-<project>`."""
+
+EMBEDDING_PREFIX, TRACE_PREFIX = "emb-", "trace-evt-"
+"""What the id of a job begins with tells its kind."""
 
 
 class ItemStatus(StrEnum):
@@ -135,6 +138,25 @@ class Claim:
     attempts: int
     max_attempts: int
     kills: int
+
+
+class Page(NamedTuple):
+    """What is known of one stored page of a trace result; bytes and CRC-32 are of it compressed."""
+
+    rows: int
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What came of a segment, by domain: rows, seconds, pages; and what went wrong where."""
+
+    rows: Mapping[str, int]
+    seconds: Mapping[str, float]
+    pages: Mapping[str, Sequence[Page]]
+    failures: Mapping[str, ErrorClass]
+    error: WorkError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +333,24 @@ def job_state(counts: Counts) -> JobState:
     if counts.done + counts.skipped:
         return JobState.COMPLETED_WITH_ERRORS
     return JobState.FAILED
+
+
+def trace_state(counts: Counts, *, is_cancelled: bool, has_rows: bool) -> JobState:
+    """Return the final state of a trace job whose segments have all ended.
+
+    `has_rows`: something may be read of it, because all of it is there or because a partial result
+    was asked for and something of it is.
+    """
+    if is_cancelled:
+        return JobState.CANCELLED
+    if not counts.failed:
+        return JobState.COMPLETED
+    return JobState.COMPLETED_WITH_ERRORS if has_rows else JobState.FAILED
+
+
+def is_trace(job_id: str) -> bool:
+    """Whether an id is that of a trace job."""
+    return job_id.startswith(TRACE_PREFIX)
 
 
 def bells_wanted(due: int, *, items_per_bell: int, most: int) -> int:

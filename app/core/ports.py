@@ -1,11 +1,14 @@
 """What the core expects of an adapter, and how it finds one by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import datetime
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
+from app.core.domains import Domain
 from app.core.errors import ConfigError
 from app.core.model import Target
 
@@ -75,6 +78,61 @@ class PrimarySink(Protocol):
         self, tx: Transaction, target: Target, target_ids: Sequence[str]
     ) -> dict[str, list[float]]:
         """Return the stored vector of each row that has one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What a trace source is built from: the TRACE_SOURCE_* settings."""
+
+    url: str
+    """Where it is, with user and password; never shown."""
+    queries: str
+    """A file with one SELECT a domain; empty: those of the demo, where a source has them."""
+    statement_seconds: float
+    """The longest that one statement may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Some rows of a domain in the form of app.core.domains: 1 to 5,000 of them."""
+
+    rows: int
+    data: bytes
+
+
+class TraceReader(Protocol):
+    """One connection to a source; used by one thread."""
+
+    def events(
+        self, domain: Domain, ids: Sequence[str], *, as_of: datetime, deadline: float
+    ) -> Generator[Lines, None, int]:
+        """Yield the rows of these ids in the domain's order, and return how many the source sent.
+
+        `ids` are sorted and unique, at most `ids_per_statement` of the source. What is open is
+        measured up to `as_of`. `deadline` (of time.monotonic) holds for the whole call. Raises
+        SourceFault, nothing else; what ends without one was complete. To close the generator
+        early frees the statement at once.
+        """
+        ...
+
+
+class TraceSource(Protocol):
+    """Where events are read: never written, nothing opened before `open`."""
+
+    name: str
+    ids_per_statement: int
+
+    def domains(self) -> frozenset[str]:
+        """Return the domains that it can answer."""
+        ...
+
+    def open(self) -> AbstractContextManager[TraceReader]:
+        """Connect; raises SourceFault."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds open."""
         ...
 
 

@@ -12,7 +12,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from app.core.errors import Fault, InvalidRequest
+from app.core.domains import PROFILES, Profile
+from app.core.errors import FAULTS_SHOWN, Fault, InvalidRequest, TooLarge
 from app.core.model import NewItem, Target
 
 METADATA_BYTES = 16384
@@ -22,10 +23,12 @@ NO_NUL = r"^[^\x00]*$"
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 INTEGER_BITS = {"bigint": 63, "integer": 31, "smallint": 15}
 ID_CHARACTERS = 512
+CID_CHARACTERS = 64
 FIELD_CHARACTERS = 60
 """As much of an unknown field's name as is told."""
 
 Shape = TypeVar("Shape", bound=BaseModel)
+Named = TypeVar("Named")
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -58,6 +61,26 @@ class EmbeddingBatch(BatchOptions):
     """The body of POST /api/embeddings as JSON; each item is checked on its own."""
 
     items: list[Any]
+
+
+class TraceParams(BaseModel):
+    """How a trace request is to be answered."""
+
+    model_config = _STRICT
+
+    direction: str | None = None
+    partial: bool = False
+
+
+class TraceRequest(BaseModel):
+    """The body of POST /api/trace/events; each id is checked on its own."""
+
+    model_config = _STRICT
+
+    profile: str
+    container_ids: list[Any]
+    domains: list[str]
+    params: TraceParams = TraceParams()
 
 
 class Requeue(BaseModel):
@@ -128,6 +151,90 @@ def _said(field: str | None, found: ErrorDetails) -> tuple[str, str]:
     if field == "target_id" and found["type"] == "string_type":
         return "wrong_type", "must be a string or an integer"
     return _CODES.get(found["type"], ("invalid", found["msg"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A trace request that was found to be in order."""
+
+    profile: str
+    params: dict[str, Any]
+    domains: tuple[str, ...]
+    is_partial: bool
+    ids: tuple[str, ...]
+    """Sorted bytewise, each one once."""
+    duplicates: int
+
+
+def check_trace(request: TraceRequest, served: frozenset[str], *, most_ids: int) -> Traced:
+    """Return a trace request in the form in which it is kept; `served` are the source's domains.
+
+    Ids are trimmed, sorted and made unique. Raises InvalidRequest naming what is allowed, or every
+    bad id; TooLarge where there are more ids than `most_ids`.
+    """
+    if len(request.container_ids) > most_ids:
+        message = f"{len(request.container_ids)} ids, over trace_max_cids = {most_ids}"
+        raise TooLarge(message, faults=[Fault("too_many_ids", message, "container_ids")])
+    profile = _known(request.profile, PROFILES, "profile")
+    domains = _domains(request, profile, served)
+    ids = _ids(request.container_ids)
+    unique = tuple(sorted(set(ids)))
+    return Traced(
+        profile=profile.name,
+        params=request.params.model_dump(exclude_none=True),
+        domains=domains,
+        is_partial=request.params.partial,
+        ids=unique,
+        duplicates=len(ids) - len(unique),
+    )
+
+
+def _known(name: str, table: Mapping[Any, Named], field: str) -> Named:
+    if name not in table:
+        allowed = ", ".join(str(each) for each in table)
+        raise _refusal("unknown_value", f"must be one of {allowed}", field)
+    return table[name]
+
+
+def _refusal(code: str, message: str, field: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {message}", faults=[Fault(code, message, field)])
+
+
+def _domains(request: TraceRequest, profile: Profile, served: frozenset[str]) -> tuple[str, ...]:
+    direction = request.params.direction
+    if None in profile.domains:
+        if direction is not None:
+            message = f"profile {profile.name} has no direction"
+            raise _refusal("unknown_field", message, "params.direction")
+        allowed = profile.domains[None]
+    else:
+        default = next(iter(profile.domains))
+        allowed = _known(direction or str(default), profile.domains, "params.direction")
+    offered = [name for name in allowed if name in served]
+    bad = [name for name in request.domains if name not in offered]
+    if bad or not request.domains:
+        code = "unknown_value" if bad else "too_short"
+        raise _refusal(code, f"must be one or more of {', '.join(offered)}", "domains")
+    if len(set(request.domains)) != len(request.domains):
+        raise _refusal("repeated", "names a domain twice", "domains")
+    return tuple(name for name in offered if name in request.domains)
+
+
+CID = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,64}")
+
+
+def _ids(values: Sequence[Any]) -> list[str]:
+    ids = [value.strip() if isinstance(value, str) else "" for value in values]
+    if not ids:
+        raise _refusal("no_items", "must name at least one container", "container_ids")
+    bad = [position for position, each in enumerate(ids) if not CID.fullmatch(each)]
+    if bad:
+        message = "must be a text of 1 to 64 characters without control characters"
+        faults = [
+            Fault("id_invalid", message, "container_ids", index) for index in bad[:FAULTS_SHOWN]
+        ]
+        raise InvalidRequest(f"{len(bad)} of {len(ids)} container ids are invalid", faults=faults)
+    return ids
 
 
 def _fault(

@@ -1,14 +1,15 @@
 """A person's second chance: requeue what failed of a job; and its mirror, cancel."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.core import rings, status
+from app.core import rings, status, trace_result
 from app.core.context import Context
-from app.core.errors import BellsUnavailable, JobNotFound, NothingToRequeue
-from app.core.model import Caller, Job, JobState, queue_for
-from app.core.store import clients, fleet, items, jobs
+from app.core.errors import BellsUnavailable, JobNotFound, NothingToRequeue, StoreUnavailable
+from app.core.model import Caller, Job, JobState, Rings, is_trace
+from app.core.store import clients, fleet, items, jobs, traces
 from app.core.store.database import Tx
 
 log = logging.getLogger(__name__)
@@ -23,11 +24,34 @@ class Why:
 
 
 def requeue(ctx: Context, caller: Caller, job_id: str, why: Why) -> dict[str, Any]:
-    """Give the failed items of a job another allowance of attempts, and ring.
+    """Give what failed of a job another chance, and ring: items a new allowance, segments a read.
 
     The API, the command line and rq-dashboard's button all come here. Raises JobNotFound and
     NothingToRequeue; of two at the same time one succeeds.
     """
+    revive = _revive_segments if is_trace(job_id) else _revive_items
+    revived = revive(ctx, caller, job_id, why)
+    job = revived.job
+    if revived.rings:
+        rings.push(ctx, revived.rings, revived.alive, by="requeue")
+    _forget_failed_bells(ctx, job, revived.alive)
+    status.publish(ctx, job_id)
+    facts = {"event": "requeued", "job_id": job_id, "client": caller.client}
+    log.info("requeued", extra={**facts, "items": revived.count, "reason": why.via})
+    state = JobState.QUEUED if job.state.is_final else job.state
+    return {"job_id": job_id, "requeued": revived.count, "state": state}
+
+
+@dataclass(frozen=True, slots=True)
+class _Revived:
+    job: Job
+    """As it was before."""
+    count: int
+    rings: Rings | None
+    alive: fleet.Alive
+
+
+def _revive_items(ctx: Context, caller: Caller, job_id: str, why: Why) -> _Revived:
     with ctx.database.transaction() as tx:
         jobs.lock(tx, job_id)
         job = _own(tx, caller, job_id)
@@ -37,19 +61,47 @@ def requeue(ctx: Context, caller: Caller, job_id: str, why: Why) -> dict[str, An
         count = items.revive(tx, job_id)
         if not count:
             raise NothingToRequeue
-        clients.note_requeue(
-            tx, job_id=job_id, client=caller.client, via=why.via, reason=why.reason, items=count
-        )
+        _note(tx, caller, job_id, why, count)
         alive = fleet.alive(tx)
-        taken = jobs.take_rings(tx, job_id, rings.wanted(ctx, count, alive, job.project))
-    if taken:
-        rings.push(ctx, taken, alive, by="requeue")
-    _forget_failed_bells(ctx, job, alive)
-    status.publish(ctx, job_id)
-    facts = {"event": "requeued", "job_id": job_id, "client": caller.client, "items": count}
-    log.info("failed items requeued", extra={**facts, "reason": why.via})
-    state = JobState.QUEUED if job.state.is_final else job.state
-    return {"job_id": job_id, "requeued": count, "state": state}
+        bells = rings.wanted(ctx, count, alive, job.project)
+        return _Revived(job, count, jobs.take_rings(tx, job_id, bells), alive)
+
+
+def _revive_segments(ctx: Context, caller: Caller, job_id: str, why: Why) -> _Revived:
+    """Have the segments read again that are not there; what is there is kept."""
+    with ctx.database.transaction() as tx:
+        before = _own(tx, caller, job_id)
+        found = traces.segments(tx, job_id)
+    if not before.state.is_final or before.state is JobState.CANCELLED:
+        raise NothingToRequeue(f"a job that is {before.state} has nothing to requeue")
+    kept = _kept_segments(ctx, before, found)
+    with ctx.database.transaction() as tx:
+        jobs.lock(tx, job_id)
+        job = _own(tx, caller, job_id)
+        again = [each.segment for each in found if each.segment not in kept]
+        if not again or (job.run, job.state) != (before.run, before.state):
+            raise NothingToRequeue
+        traces.reopen(tx, job_id, again)
+        _note(tx, caller, job_id, why, len(again))
+        alive = fleet.alive(tx)
+        return _Revived(job, len(again), jobs.take_rings(tx, job_id, 1), alive)
+
+
+def _kept_segments(ctx: Context, job: Job, found: Sequence[traces.Segment]) -> set[int]:
+    if job.is_expired:
+        return set()
+    try:
+        return trace_result.whole_segments(ctx, job.id, found)
+    except BellsUnavailable as exc:
+        if job.state is JobState.FAILED:
+            return set()
+        raise StoreUnavailable(trace_result.REDIS_AWAY) from exc
+
+
+def _note(tx: Tx, caller: Caller, job_id: str, why: Why, count: int) -> None:
+    clients.note_requeue(
+        tx, job_id=job_id, client=caller.client, via=why.via, reason=why.reason, items=count
+    )
 
 
 def cancel(ctx: Context, caller: Caller, job_id: str) -> bytes:
@@ -62,10 +114,16 @@ def cancel(ctx: Context, caller: Caller, job_id: str) -> bytes:
         jobs.lock(tx, job_id)
         _own(tx, caller, job_id)
         if jobs.cancel(tx, job_id):
-            count, heirs = items.cancel(tx, job_id)
+            if is_trace(job_id):
+                count = traces.cancel(tx, job_id)
+            else:
+                count, heirs = items.cancel(tx, job_id)
             facts = {"event": "cancelled", "job_id": job_id, "client": caller.client}
             log.info("job cancelled", extra={**facts, "items": count})
-    status.finish(ctx, job_id, ttl_seconds=ctx.settings.job_result_ttl_seconds)
+    if is_trace(job_id):
+        trace_result.finish(ctx, job_id)
+    else:
+        status.finish(ctx, job_id, ttl_seconds=ctx.settings.job_result_ttl_seconds)
     for heir in sorted(heirs):
         rings.ring(ctx, heir, bells=1, by="cancel")
     return status.read(ctx, caller, job_id).body
@@ -81,6 +139,7 @@ def _own(tx: Tx, caller: Caller, job_id: str) -> Job:
 def _forget_failed_bells(ctx: Context, job: Job, alive: fleet.Alive) -> None:
     # Only for the eye: an old failed bell in rq-dashboard would look like work left to do.
     try:
-        ctx.bells.forget_failed(queue_for(job.project, frozenset(alive.workers)), job.id)
+        queue = ctx.queue(job.id, job.project, frozenset(alive.workers))
+        ctx.bells.forget_failed(queue, job.id)
     except BellsUnavailable as exc:
         log.info("failed bell not removed: %s", exc, extra={"event": "redis_lost"})

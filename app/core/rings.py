@@ -4,7 +4,7 @@ import logging
 
 from app.core.context import Context
 from app.core.errors import BellsUnavailable
-from app.core.model import Rings, bells_wanted, queue_for
+from app.core.model import Rings, bells_wanted, is_trace, queue_for
 from app.core.store import fleet, jobs
 
 log = logging.getLogger(__name__)
@@ -28,13 +28,14 @@ def wanted(ctx: Context, items: int, alive: fleet.Alive, project: str) -> int:
 
 def push(ctx: Context, rings: Rings, alive: fleet.Alive, *, by: str) -> int:
     """Push bells whose numbers are committed; never raises: the sweeper rings what is lost."""
-    queue = queue_for(rings.project, frozenset(alive.workers))
+    queue = ctx.queue(rings.job_id, rings.project, frozenset(alive.workers))
     facts = {"job_id": rings.job_id, "queue": queue, "reason": by}
+    seconds = ctx.trace_bell_seconds if is_trace(rings.job_id) else ctx.bell_seconds
     try:
         ctx.bells.ring(
             rings,
             queue=queue,
-            timeout_seconds=ctx.bell_seconds,
+            timeout_seconds=seconds,
             at_front=rings.priority > 0,
         )
     except BellsUnavailable as exc:

@@ -21,9 +21,9 @@ from app.core.errors import (
     ResultExpired,
 )
 from app.core.live import FRESH_SECONDS, Meta
-from app.core.model import Caller, Job, Target, queue_for
+from app.core.model import Caller, Job, Target
 from app.core.ports import PrimarySink
-from app.core.store import fleet, items, jobs, targets
+from app.core.store import fleet, items, jobs, targets, traces
 from app.core.store.database import Tx
 
 STREAM_BLOCK = 500
@@ -61,6 +61,12 @@ def read(ctx: Context, caller: Caller, job_id: str) -> View:
         view = _view(ctx, tx, job)
     _keep(ctx, view)
     return view
+
+
+def now(ctx: Context) -> datetime:
+    """Return what time it is: by Postgres, as everywhere."""
+    with ctx.database.transaction() as tx:
+        return fleet.now(tx)
 
 
 def publish(ctx: Context, job_id: str) -> None:
@@ -167,9 +173,9 @@ def _seconds_left(job: Job) -> float:
 
 def _described(ctx: Context, tx: Tx, job: Job) -> dict[str, Any]:
     counts = job.counts
-    finished = counts.total - counts.open
     is_final = job.state.is_final
-    speed = 0.0 if is_final else fleet.rate(tx, job.id)
+    kind = _embedding if job.kind == "embedding" else _trace
+    own = kind(ctx, tx, job)
     link = f"/api/job/{job.id}"
     return {
         "job_id": job.id,
@@ -180,14 +186,10 @@ def _described(ctx: Context, tx: Tx, job: Job) -> dict[str, Any]:
         "finished_at": job.finished_at,
         "expires_at": job.expires_at,
         "counts": {"total": counts.total, **asdict(counts)},
-        "progress": {
-            "percent": round(100 * finished / counts.total, 1) if counts.total else 100.0,
-            "stage": "embedding",
-            "rate_per_second": round(speed, 1),
-            "eta_seconds": None if is_final else estimate(tx, job),
-        },
-        "waiting": None if is_final else _waiting(ctx, tx, job),
-        "errors": job.errors if is_final else _errors(tx, job),
+        "progress": own.progress,
+        "waiting": None if is_final else own.waiting,
+        "errors": job.errors if is_final else own.errors,
+        **own.more,
         "links": {
             "result": f"{link}/result",
             "items": f"{link}/items",
@@ -197,36 +199,62 @@ def _described(ctx: Context, tx: Tx, job: Job) -> dict[str, Any]:
     }
 
 
-def _errors(tx: Tx, job: Job) -> list[dict[str, Any]]:
-    return jobs.errors(tx, job.id) if job.counts.failed else []
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What is said of a job in the way of its kind."""
+
+    progress: dict[str, Any]
+    waiting: dict[str, Any] | None
+    errors: list[dict[str, Any]]
+    more: dict[str, Any] = field(default_factory=dict)
 
 
-def estimate(tx: Tx, job: Job) -> dict[str, int] | None:
+def estimate(ctx: Context, tx: Tx, job: Job) -> dict[str, int] | None:
     """Estimate in how many seconds a job is done, what is ahead of it included.
 
-    From the cost of recent slices and the workers alive; None without history.
+    From what recent work has cost, and the workers alive; None without history.
     """
+    if job.kind == "trace":
+        facts = traces.facts(tx, job.id)
+        return _trace_estimate(ctx, tx, job, facts, facts.cid_count - facts.cids_read)
     cost = fleet.cost(tx)
     if cost is None:
         return None
-    workers = fleet.alive(tx).workers
-    served = max(1, workers.get(queue_for(job.project, frozenset(workers)), 0))
     ahead = jobs.ahead(tx, job.id)
     # Jobs take turns, so what is ahead costs at most as many items as this job has itself.
     load = job.counts.open + min(ahead.items, job.counts.open * ahead.jobs)
-    return {"p50": round(load * cost.p50 / served), "p90": round(load * cost.p90 / served)}
+    return _spread(load, cost.p50, cost.p90, _workers(ctx, tx, job))
+
+
+def _workers(ctx: Context, tx: Tx, job: Job) -> int:
+    workers = fleet.alive(tx).workers
+    return max(1, workers.get(ctx.queue(job.id, job.project, frozenset(workers)), 0))
+
+
+def _spread(load: float, p50: float, p90: float, workers: int) -> dict[str, int]:
+    return {"p50": round(load * p50 / workers), "p90": round(load * p90 / workers)}
+
+
+def _embedding(ctx: Context, tx: Tx, job: Job) -> _Own:
+    counts = job.counts
+    finished = counts.total - counts.open
+    is_final = job.state.is_final
+    progress = {
+        "percent": round(100 * finished / counts.total, 1) if counts.total else 100.0,
+        "stage": "embedding",
+        "rate_per_second": 0.0 if is_final else round(fleet.rate(tx, job.id), 1),
+        "eta_seconds": None if is_final else estimate(ctx, tx, job),
+    }
+    waiting = None if is_final else _waiting(ctx, tx, job)
+    return _Own(progress, waiting, jobs.errors(tx, job.id) if counts.failed else [])
 
 
 def _waiting(ctx: Context, tx: Tx, job: Job) -> dict[str, Any] | None:
     if job.counts.processing or not job.counts.pending:
         return None
-    alive = fleet.alive(tx)
-    queue = queue_for(job.project, frozenset(alive.workers))
-    if not alive.workers.get(queue):
-        return _because(
-            "no_worker",
-            f"no worker serves the queue {queue}; start one: python -m worker run {queue}",
-        )
+    unserved = _unserved(ctx, tx, job)
+    if unserved:
+        return unserved
     is_due, next_at = items.next_due(tx, job.id)
     paused = [
         each for each in fleet.backends(tx, ctx.settings.embedder).values() if each.paused_since
@@ -240,6 +268,84 @@ def _waiting(ctx: Context, tx: Tx, job: Job) -> dict[str, Any] | None:
         return _because("retry_scheduled", "the next attempt comes at the time given", next_at)
     ahead = jobs.ahead(tx, job.id)
     return _because("queued_behind", f"{ahead.jobs} other jobs with {ahead.items} open items")
+
+
+def _unserved(ctx: Context, tx: Tx, job: Job) -> dict[str, Any] | None:
+    workers = fleet.alive(tx).workers
+    queue = ctx.queue(job.id, job.project, frozenset(workers))
+    if workers.get(queue):
+        return None
+    detail = f"no worker serves the queue {queue}; start one: python -m worker run {queue}"
+    return _because("no_worker", detail)
+
+
+# ---- a trace job --------------------------------------------------------------------------------
+
+
+def _trace(ctx: Context, tx: Tx, job: Job) -> _Own:
+    facts = traces.facts(tx, job.id)
+    now = facts.progress or {}
+    furthest = max(facts.furthest_cids, facts.cids_read)
+    seconds = max(facts.seconds_running or 0.0, 1.0)
+    rows = dict.fromkeys(facts.domains, 0) | facts.rows
+    for name, more in now.get("rows", {}).items():
+        rows[name] += more
+    is_final = job.state.is_final
+    in_hand = sum(now.get("rows", {}).values())
+    progress = {
+        "percent": round(100 * furthest / facts.cid_count, 1),
+        "stage": now.get("domain", "events"),
+        "rate_per_second": 0.0 if is_final else round((facts.rows_of_run + in_hand) / seconds, 1),
+        "eta_seconds": None if is_final else _trace_eta(ctx, tx, job, facts, furthest),
+    }
+    shown = {
+        "profile": facts.profile,
+        "domains": facts.domains,
+        "cid_count": facts.cid_count,
+        "segment": f"{facts.segment or job.counts.done + job.counts.failed}/{facts.segments}",
+        "rows": rows,
+    }
+    waiting = None if is_final else _trace_waiting(ctx, tx, job, facts)
+    errors = traces.summary(tx, job.id) if job.counts.failed else []
+    return _Own(progress, waiting, errors, {"trace": shown})
+
+
+def _trace_eta(
+    ctx: Context, tx: Tx, job: Job, facts: traces.Facts, furthest: int
+) -> dict[str, int] | None:
+    left = facts.cid_count - furthest
+    if facts.cids_now and facts.seconds_running:  # what this job itself has cost says most
+        each = facts.seconds_running / facts.cids_now
+        return _spread(left, each, 1.5 * each, 1)
+    return _trace_estimate(ctx, tx, job, facts, left)
+
+
+def _trace_estimate(
+    ctx: Context, tx: Tx, job: Job, facts: traces.Facts, left: int
+) -> dict[str, int] | None:
+    cost = traces.cost(tx, profile=facts.profile, source=facts.source, domains=facts.domains)
+    if cost is None:
+        return None
+    ahead = traces.ahead(tx, job.id)
+    # One bell reads a job, so it is as fast with many workers; what is ahead is shared by them.
+    turns = min(ahead.cids, left * ahead.jobs) / _workers(ctx, tx, job)
+    return _spread(left + turns, cost.p50, cost.p90, 1)
+
+
+def _trace_waiting(ctx: Context, tx: Tx, job: Job, facts: traces.Facts) -> dict[str, Any] | None:
+    if facts.segment or not job.counts.pending:
+        return None
+    unserved = _unserved(ctx, tx, job)
+    if unserved:
+        return unserved
+    if facts.waits_for == "memory":
+        detail = "Redis is nearly full; the job goes on when there is room"
+        return _because("memory_pressure", detail, facts.next_attempt_at)
+    if facts.waits_for == "redis" and facts.is_later:
+        detail = "Redis, where the result is kept, did not answer"
+        return _because("retry_scheduled", detail, facts.next_attempt_at)
+    ahead = traces.ahead(tx, job.id)
+    return _because("queued_behind", f"{ahead.jobs} other jobs with {ahead.cids} ids to be read")
 
 
 def _because(reason: str, detail: str, until: datetime | None = None) -> dict[str, Any]:
@@ -261,12 +367,31 @@ class ItemsWanted:
 def list_items(ctx: Context, caller: Caller, job_id: str, wanted: ItemsWanted) -> dict[str, Any]:
     """Return a page of a job's items with every failed attempt."""
     with ctx.database.transaction() as tx:
-        _own(tx, caller, job_id)
+        if _own(tx, caller, job_id).kind == "trace":
+            return _list_segments(tx, job_id, wanted)
         rows = items.page(tx, job_id, after=wanted.after, limit=wanted.limit, status=wanted.status)
         history = items.attempts(tx, [row["item_id"] for row in rows])
     shown = [_item(row, history.get(row["item_id"], [])) for row in rows]
     is_full = len(rows) == wanted.limit
     return {"items": shown, "next": str(rows[-1]["position"]) if is_full else None}
+
+
+def _list_segments(tx: Tx, job_id: str, wanted: ItemsWanted) -> dict[str, Any]:
+    after = wanted.after + 1  # positions begin at 0, segments at 1
+    found = traces.segments(tx, job_id, after=after, limit=wanted.limit, status=wanted.status)
+    history = traces.errors(tx, job_id, [each.segment for each in found])
+    names = ("first_id", "last_id", "cids", "status", "attempts", "run", "rows", "error_class")
+    shown = [
+        {
+            "index": each.segment - 1,
+            **{name: getattr(each, name) for name in names},
+            "failures": each.failures,
+            "errors": history.get(each.segment, []),
+        }
+        for each in found
+    ]
+    is_full = len(found) == wanted.limit
+    return {"items": shown, "next": str(found[-1].segment - 1) if is_full else None}
 
 
 def _own(tx: Tx, caller: Caller, job_id: str) -> Job:

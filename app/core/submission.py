@@ -22,11 +22,12 @@ from app.core.errors import (
     StoreUnavailable,
     TooManyQueued,
 )
-from app.core.model import Caller, Job, NewItem, Rings
-from app.core.requests import BatchOptions, Rules, check_item, targets_by_name
-from app.core.store import fleet, items, jobs, targets
+from app.core.model import EMBEDDING_PREFIX, TRACE_PREFIX, Caller, Job, NewItem, Rings
+from app.core.requests import BatchOptions, Rules, Traced, check_item, targets_by_name
+from app.core.store import fleet, items, jobs, targets, traces
 from app.core.store.database import Tx
 from app.core.store.jobs import IdempotencyKey, NewJob
+from app.core.trace import pack_ids, segments
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,26 @@ def submit(
         _refuse_faults(checked, incoming)
         with connection.transaction():
             stored = _merge(ctx, connection, caller, incoming, checked, key)
+    _announce(ctx, stored)
+    return stored.submitted
+
+
+def submit_trace(
+    ctx: Context, caller: Caller, traced: Traced, repeat: RepeatKey | None = None
+) -> Submitted:
+    """Store a trace request and ring for it; returns only what is committed (P1).
+
+    Raises KeyReused, KeyInUse, TooManyQueued, and StoreUnavailable where nothing was stored.
+    """
+    packed = pack_ids(traced.ids)
+    with ctx.database.session() as connection, _held_key(connection, caller, repeat):
+        key = _full_key(caller, repeat)
+        if key:
+            earlier = _earlier(connection, key)
+            if earlier:
+                return earlier
+        with connection.transaction():
+            stored = _store_trace(ctx, connection, caller, traced, packed, key)
     _announce(ctx, stored)
     return stored.submitted
 
@@ -196,7 +217,7 @@ def _merge(
     good = checked.sent - checked.rejected
     _refuse_too_many(ctx, tx, caller, good)
     options = incoming.options
-    job_id = f"emb-{secrets.token_hex(16)}"
+    job_id = f"{EMBEDDING_PREFIX}{secrets.token_hex(16)}"
     jobs.insert(
         tx, NewJob(job_id, caller.client, options.project, options.priority, options.return_vectors)
     )
@@ -208,7 +229,7 @@ def _merge(
     if job is None:  # inserted above
         raise AssertionError
     alive = fleet.alive(tx)
-    answer = _answer(tx, job, checked, accepted)
+    answer = _answer(ctx, tx, job, checked, accepted)
     if key:
         jobs.keep_answer(tx, key, job_id=job_id, answer=answer.decode())
     taken = None
@@ -218,6 +239,51 @@ def _merge(
     facts = {"event": "job_accepted", "job_id": job_id, "client": caller.client, "items": good}
     log.info("job stored", extra=facts)
     return _Stored(Submitted(job_id, answer), taken, alive)
+
+
+def _store_trace(
+    ctx: Context,
+    tx: Tx,
+    caller: Caller,
+    traced: Traced,
+    packed: bytes,
+    key: IdempotencyKey | None,
+) -> _Stored:
+    _refuse_too_many_traces(ctx, tx, caller)
+    job_id = f"{TRACE_PREFIX}{secrets.token_hex(16)}"
+    jobs.insert(tx, NewJob(job_id, caller.client, kind="trace"))
+    trace = traces.NewTrace(
+        job_id=job_id,
+        profile=traced.profile,
+        params=traced.params,
+        domains=traced.domains,
+        is_partial=traced.is_partial,
+        ids=packed,
+        ids_sha256=hashlib.sha256("\n".join(traced.ids).encode()).digest(),
+        cid_count=len(traced.ids),
+        source=ctx.settings.trace_source,
+    )
+    traces.insert(tx, trace, segments(traced.ids, ctx.settings.trace_segment_cids))
+    job = jobs.find(tx, job_id)
+    if job is None:  # inserted above
+        raise AssertionError
+    checked = _Checked(sent=len(traced.ids) + traced.duplicates)
+    answer = _answer(ctx, tx, job, checked, len(traced.ids))
+    if key:
+        jobs.keep_answer(tx, key, job_id=job_id, answer=answer.decode())
+    taken = jobs.take_rings(tx, job_id, 1)
+    facts = {"event": "job_accepted", "job_id": job_id, "client": caller.client}
+    log.info("job stored", extra={**facts, "items": len(traced.ids)})
+    return _Stored(Submitted(job_id, answer), taken, fleet.alive(tx))
+
+
+def _refuse_too_many_traces(ctx: Context, tx: Tx, caller: Caller) -> None:
+    most = ctx.settings.trace_max_queued
+    if traces.open_jobs(tx, caller.client) >= most:
+        raise TooManyQueued(
+            f"{most} trace jobs of this client are open; the limit is trace_max_queued",
+            retry_after_seconds=TOO_MANY_RETRY_SECONDS,
+        )
 
 
 def _refuse_too_many(ctx: Context, tx: Tx, caller: Caller, good: int) -> None:
@@ -230,13 +296,14 @@ def _refuse_too_many(ctx: Context, tx: Tx, caller: Caller, good: int) -> None:
         )
 
 
-def _answer(tx: Tx, job: Job, checked: _Checked, accepted: int) -> bytes:
-    seconds = status.estimate(tx, job)
+def _answer(ctx: Context, tx: Tx, job: Job, checked: _Checked, accepted: int) -> bytes:
+    seconds = status.estimate(ctx, tx, job)
     link = f"/api/job/{job.id}"
     return orjson.dumps(
         {
             "job_id": job.id,
             "kind": job.kind,
+            **({"stage": "events"} if job.kind == "trace" else {}),
             "async": True,
             "state": job.state,
             "status_url": link,

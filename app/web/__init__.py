@@ -6,7 +6,7 @@ from flask import Flask
 
 from app.core import config, logs
 from app.core.config import Settings
-from app.core.context import open_context
+from app.core.context import open_context, source_options
 from app.core.ports import find
 from app.web import jobs, metrics, ops, pages, problems, submit
 from app.web.auth import Keys
@@ -31,12 +31,14 @@ def create_app(settings: Settings | None = None) -> Flask:
         context=ctx,
         keys=Keys(ctx),
         sink=find("sinks", settings.sinks.split(",")[0].strip())(),
+        source=find("sources", settings.trace_source)(source_options(settings)),
         streams=BoundedSemaphore(settings.max_streams),
+        traces=BoundedSemaphore(settings.trace_max_sync),
         # Set when this process is asked to stop: whoever waits for a job is answered at once.
         stopping=Event(),
     )
-    for module in (submit, jobs, ops):
-        app.register_blueprint(module.blueprint)
+    for blueprint in (submit.blueprint, jobs.blueprint, jobs.traces, ops.blueprint):
+        app.register_blueprint(blueprint)
     metrics.register(app)
     pages.register(app)
     problems.register(app)

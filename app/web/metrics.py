@@ -54,7 +54,8 @@ class _Collector:
 
     def _fleet(self, alive: fleet.Alive, backends: dict[str, fleet.Backend]) -> Iterator[Metric]:
         workers = GaugeMetricFamily("holdfast_workers", "Workers alive.", labels=["queue"])
-        for queue, count in sorted(alive.workers.items()):
+        expected = dict.fromkeys(checks.expected_queues(self._ctx), 0)  # at 0 there is an alert
+        for queue, count in sorted((expected | alive.workers).items()):
             workers.add_metric([queue], count)
         yield workers
         sweepers = GaugeMetricFamily("holdfast_sweepers", "Sweepers alive.")

@@ -6,7 +6,8 @@ from flask import Blueprint, Response, current_app
 
 from app.core import checks
 from app.core.context import Context
-from app.core.requests import ID_CHARACTERS, METADATA_BYTES, METADATA_LEVELS
+from app.core.requests import CID_CHARACTERS, ID_CHARACTERS, METADATA_BYTES, METADATA_LEVELS
+from app.core.trace import SYNC_BYTES
 from app.web import body
 from app.web.auth import needs
 
@@ -51,6 +52,17 @@ def limits() -> Response:
             "stream_seconds": settings.stream_seconds,
             "line_bytes": settings.max_text_bytes * 6 + body.LINE_EXTRA_BYTES,
             "max_text_bytes": settings.max_text_bytes,
+            "trace_async_cid_threshold": settings.trace_async_cid_threshold,
+            "trace_segment_cids": settings.trace_segment_cids,
+            "trace_max_cids": settings.trace_max_cids,
+            "trace_max_sync": settings.trace_max_sync,
+            "trace_sync_seconds": settings.trace_sync_seconds,
+            "trace_sync_bytes": SYNC_BYTES,
+            "trace_max_queued": settings.trace_max_queued,
+            "trace_result_bytes": settings.trace_result_bytes,
+            "trace_job_timeout_seconds": settings.trace_job_timeout_seconds,
+            "trace_job_ttl_seconds": settings.trace_job_ttl_seconds,
+            "container_id_characters": CID_CHARACTERS,
             "small_body_bytes": body.SMALL_BODY_BYTES,
             "target_id_characters": ID_CHARACTERS,
             "metadata_bytes": METADATA_BYTES,

@@ -1,6 +1,7 @@
 """Every error as application/problem+json (RFC 9457): ours, and the framework's."""
 
 import logging
+import math
 from http import HTTPStatus
 from typing import Any
 
@@ -8,7 +9,7 @@ import orjson
 from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
-from app.core.errors import HoldfastError, RequestError, StoreUnavailable
+from app.core.errors import ErrorClass, HoldfastError, RequestError, StoreUnavailable, WorkError
 from app.core.submission import shown
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ def register(app: Flask) -> None:
     """Answer every error of this application as a problem."""
     app.register_error_handler(RequestError, _refused)
     app.register_error_handler(StoreUnavailable, _unavailable)
+    app.register_error_handler(WorkError, _unread)
     app.register_error_handler(HTTPException, _framework)
     app.register_error_handler(Exception, _unforeseen)
 
@@ -60,6 +62,28 @@ def _unavailable(error: StoreUnavailable) -> Response:
     log.error("request not served: %s", error, extra={"event": "postgres_lost", "status": 503})
     response = problem(503, error.code, "Store unavailable", error.message)
     response.headers["Retry-After"] = str(STORE_RETRY_SECONDS)
+    return response
+
+
+# What can go wrong with a trace that is answered at once: the source's fault, or too much of it.
+UNREAD = {
+    ErrorClass.SOURCE_UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
+    ErrorClass.SOURCE_TIMEOUT: HTTPStatus.GATEWAY_TIMEOUT,
+    ErrorClass.SOURCE_FAILED: HTTPStatus.BAD_GATEWAY,
+    ErrorClass.COUNT_MISMATCH: HTTPStatus.BAD_GATEWAY,
+    ErrorClass.RESULT_TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+}
+
+
+def _unread(error: WorkError) -> Response:
+    status = UNREAD.get(error.error_class)
+    if status is None:
+        return _unforeseen(error)
+    _log_refusal(status, error.error_class)
+    response = problem(status, error.error_class, status.phrase, error.message)
+    if status is HTTPStatus.SERVICE_UNAVAILABLE:
+        seconds = math.ceil(error.retry_after_seconds or STORE_RETRY_SECONDS)
+        response.headers["Retry-After"] = str(seconds)
     return response
 
 

@@ -1,18 +1,28 @@
-"""POST /api/embeddings, as JSON and as a stream of lines."""
+"""POST /api/embeddings, as JSON and as a stream of lines; POST /api/trace/events."""
 
 import logging
 import re
+import time
 from threading import BoundedSemaphore
 from typing import Any, cast
 
 from flask import Blueprint, Response, current_app, g, request
 
-from app.core import status, submission
+from app.core import status, submission, trace_result
 from app.core.context import Context
-from app.core.errors import Fault, InvalidRequest, StoreUnavailable, TooManyQueued
-from app.core.ports import PrimarySink
-from app.core.requests import BatchOptions, EmbeddingBatch, parse
+from app.core.errors import Fault, InvalidRequest, RequestError, StoreUnavailable, TooManyQueued
+from app.core.ports import PrimarySink, TraceSource
+from app.core.requests import (
+    BatchOptions,
+    EmbeddingBatch,
+    Traced,
+    TraceRequest,
+    check_trace,
+    parse,
+)
 from app.core.submission import Incoming, RepeatKey, Submitted
+from app.core.trace import SYNC_BYTES, Ask, read_now
+from app.core.trace import body as trace_body
 from app.web import body
 from app.web.auth import needs
 
@@ -117,13 +127,7 @@ def _repeat_key(fingerprint: Any) -> RepeatKey | None:  # noqa: ANN401
 def _waited(ctx: Context, submitted: Submitted) -> Response | None:
     """Wait as `Prefer: wait=N` asks (RFC 7240); return the result if the job became final."""
     seconds = _preferred_wait()
-    if seconds is None:
-        return None
-    stopping = current_app.extensions["stopping"]
-    final = status.wait_until_final(
-        ctx, g.caller, submitted.job_id, seconds=seconds, is_stopping=stopping
-    )
-    if not final:
+    if seconds is None or not _becomes_final(ctx, submitted, seconds):
         return None
     sink = cast("PrimarySink", current_app.extensions["sink"])
     result = status.result(ctx, g.caller, sink, submitted.job_id, offset=0, limit=PAGE)
@@ -131,10 +135,91 @@ def _waited(ctx: Context, submitted: Submitted) -> Response | None:
     return body.answer(result, 200, {"Location": location, "Preference-Applied": f"wait={seconds}"})
 
 
-def _preferred_wait() -> int | None:
+def _becomes_final(ctx: Context, submitted: Submitted, seconds: int) -> bool:
+    stopping = current_app.extensions["stopping"]
+    return status.wait_until_final(
+        ctx, g.caller, submitted.job_id, seconds=seconds, is_stopping=stopping
+    )
+
+
+# ---- traces -------------------------------------------------------------------------------------
+
+
+@blueprint.post("/api/trace/events")
+@needs("submit")
+def trace_events() -> Response:
+    """Answer the events of up to the threshold of ids at once; of more, 202 with the job."""
+    ctx = cast("Context", current_app.extensions["context"])
+    body.only_arguments()
+    body.require_type(JSON)
+    raw = body.read(ctx.settings.max_body_bytes, "max_body_bytes")
+    source = cast("TraceSource", current_app.extensions["source"])
+    asked = parse(TraceRequest, body.parse(raw))
+    traced = check_trace(asked, source.domains(), most_ids=ctx.settings.trace_max_cids)
+    preferences = _preferences()
+    is_small = len(traced.ids) <= ctx.settings.trace_async_cid_threshold
+    if is_small and "respond-async" not in preferences:
+        return _answered_now(ctx, source, traced)
+    submitted = submission.submit_trace(
+        ctx, g.caller, traced, _repeat_key(lambda: _fingerprint(raw))
+    )
+    try:
+        return _waited_trace(ctx, submitted) or _accepted(submitted)
+    except StoreUnavailable as exc:
+        facts = {"event": "postgres_lost", "job_id": submitted.job_id}
+        log.warning("not waited for: %s", exc, extra=facts)
+        return _accepted(submitted)
+
+
+def _answered_now(ctx: Context, source: TraceSource, traced: Traced) -> Response:
+    settings = ctx.settings
+    slots = cast("BoundedSemaphore", current_app.extensions["traces"])
+    if not slots.acquire(blocking=False):
+        message = (
+            f"{settings.trace_max_sync} requests are being answered at once; "
+            "the limit is trace_max_sync: wait, or send Prefer: respond-async"
+        )
+        raise TooManyQueued(message, retry_after_seconds=5)
+    try:
+        ask = Ask(
+            domains=traced.domains,
+            ids=traced.ids,
+            as_of=status.now(ctx),
+            deadline=time.monotonic() + settings.trace_sync_seconds,
+            is_partial=traced.is_partial,
+            most_bytes=min(SYNC_BYTES, settings.trace_result_bytes),
+        )
+        found = read_now(source, traced.profile, ask, segment_cids=settings.trace_segment_cids)
+    finally:
+        slots.release()
+    return Response(trace_body(found), mimetype=JSON)
+
+
+def _waited_trace(ctx: Context, submitted: Submitted) -> Response | None:
+    seconds = _preferred_wait()
+    if seconds is None or not _becomes_final(ctx, submitted, seconds):
+        return None
+    try:
+        found = trace_result.all_of(ctx, g.caller, submitted.job_id)
+    except RequestError:  # it failed, or was cancelled: its job says why
+        return None
+    location = f"/api/job/{submitted.job_id}"
+    headers = {"Location": location, "Preference-Applied": f"wait={seconds}"}
+    return Response(trace_body(found), 200, headers, mimetype=JSON)
+
+
+# ---- preferences --------------------------------------------------------------------------------
+
+
+def _preferences() -> dict[str, str]:
+    """Return what `Prefer` asks for; what is not understood is ignored, as RFC 7240 has it."""
+    found: dict[str, str] = {}
     for preference in request.headers.get("Prefer", "").split(","):
         name, _, value = (part.strip() for part in preference.partition("="))
-        # A preference that is not understood is ignored, as RFC 7240 has it.
-        if name.lower() == "wait" and WAIT_DIGITS.fullmatch(value):
-            return min(int(value), WAIT_MOST)
-    return None
+        found.setdefault(name.lower(), value)
+    return found
+
+
+def _preferred_wait() -> int | None:
+    value = _preferences().get("wait", "")
+    return min(int(value), WAIT_MOST) if WAIT_DIGITS.fullmatch(value) else None

@@ -202,7 +202,7 @@ def test_a_file_that_was_edited_after_it_had_been_applied_is_refused(
     before = dump(empty_database_url)
     with (files / "0002_queue.sql").open("a") as file:
         file.write("-- a word\n")
-    (files / "0006_new.sql").write_text("CREATE TABLE holdfast.new ();")
+    (files / "9001_new.sql").write_text("CREATE TABLE holdfast.new ();")
 
     for act in (migrate, check):
         with pytest.raises(MigrationError, match=r"^0002_queue\.sql was edited"):
@@ -212,13 +212,13 @@ def test_a_file_that_was_edited_after_it_had_been_applied_is_refused(
 
 
 def test_a_database_of_a_newer_version_is_refused(empty_database_url: str, files: Path) -> None:
-    (files / "0006_new.sql").write_text("CREATE TABLE holdfast.new (id integer);")
+    (files / "9001_new.sql").write_text("CREATE TABLE holdfast.new (id integer);")
     migrate(empty_database_url)
     before = dump(empty_database_url)
-    (files / "0006_new.sql").unlink()
+    (files / "9001_new.sql").unlink()
 
     for act in (migrate, check):
-        with pytest.raises(MigrationError, match="the database has 0006_new"):
+        with pytest.raises(MigrationError, match="the database has 9001_new"):
             act(empty_database_url)
 
     assert dump(empty_database_url) == before
@@ -227,15 +227,15 @@ def test_a_database_of_a_newer_version_is_refused(empty_database_url: str, files
 def test_a_file_that_fails_leaves_those_before_it_and_nothing_of_itself(
     empty_database_url: str, files: Path
 ) -> None:
-    broken = files / "0006_new.sql"
+    broken = files / "9001_new.sql"
     broken.write_text("CREATE TABLE holdfast.half (id integer); SELECT 1 / 0;")
     with pytest.raises(psycopg.errors.DivisionByZero):
         migrate(empty_database_url)
-    assert check(empty_database_url) == ["0006_new"]
+    assert check(empty_database_url) == ["9001_new"]
 
     broken.write_text("CREATE TABLE holdfast.half (id integer);")
 
-    assert migrate(empty_database_url) == ["0006_new"]
+    assert migrate(empty_database_url) == ["9001_new"]
 
 
 def test_of_many_at_once_one_works_and_the_others_say_so(empty_database_url: str) -> None:

@@ -1,16 +1,16 @@
-"""Leases that ran out: their items go back, the attempt spent, the holder named."""
+"""Leases that ran out: items and segments go back, the attempt spent, the holder named."""
 
 import logging
 from collections import Counter
 
 from app.core.context import Context
-from app.core.store import items
+from app.core.store import items, traces
 
 log = logging.getLogger(__name__)
 
 
 def run_once(ctx: Context) -> Counter[str]:
-    """End every lease that ran out; return how many items were recovered."""
+    """End every lease that ran out; return how many items and segments were recovered."""
     counts: Counter[str] = Counter()
     while True:
         with ctx.database.transaction() as tx:
@@ -21,4 +21,18 @@ def run_once(ctx: Context) -> Counter[str]:
         block = sum(recovered.values())
         counts["recovered"] += block
         if block < items.RECOVER_BLOCK:
-            return +counts
+            break
+    counts["segments"] = _segments(ctx)
+    return +counts
+
+
+def _segments(ctx: Context) -> int:
+    number = 0
+    while True:
+        with ctx.database.transaction() as tx:
+            holder = traces.recover_expired(tx)
+        if holder is None:
+            return number
+        number += 1
+        facts = {"event": "lease_recovered", "bell": holder, "items": 1}
+        log.warning("the lease of a segment ran out; it goes back", extra=facts)

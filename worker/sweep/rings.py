@@ -3,11 +3,11 @@
 import logging
 from collections import Counter
 
-from app.core import rings, status
+from app.core import rings, status, trace_result
 from app.core.context import Context
 from app.core.errors import BellsUnavailable
 from app.core.model import queue_for
-from app.core.store import fleet, jobs
+from app.core.store import fleet, jobs, traces
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +25,15 @@ def run_once(ctx: Context) -> Counter[str]:
         backends = fleet.backends(tx, ctx.settings.embedder)
         paused = [model for model, each in backends.items() if each.is_paused]
         due = jobs.due(tx, paused_models=paused)
+        complete_traces, due_traces = traces.complete(tx), traces.due(tx)
     for job_id in complete:
         finished = status.finish(ctx, job_id, ttl_seconds=ctx.settings.job_result_ttl_seconds)
         counts["finished"] += finished is not None
     try:
         counts["rung"] += sum(_missing(ctx, alive, due).values())
+        counts["rung"] += _missing_traces(ctx, due_traces)
+        for job_id in complete_traces:
+            counts["finished"] += trace_result.finish(ctx, job_id) is not None
     except BellsUnavailable as exc:
         counts["redis_away"] += 1
         log.warning("nothing rung: %s", exc, extra={"event": "redis_lost"})
@@ -47,3 +51,12 @@ def _missing(ctx: Context, alive: fleet.Alive, due: list[jobs.DueJob]) -> Counte
         if missing > 0:
             rung[job.id] += rings.ring(ctx, job.id, bells=missing, by="sweeper")
     return rung
+
+
+def _missing_traces(ctx: Context, due: list[str]) -> int:
+    """Ring once for each trace job that nobody reads and whose bell is not in the list."""
+    if not due:
+        return 0
+    waiting = set(ctx.bells.waiting(ctx.settings.trace_worker_queue))
+    missing = [job_id for job_id in due if job_id not in waiting]
+    return sum(rings.ring(ctx, job_id, bells=1, by="sweeper") for job_id in missing)

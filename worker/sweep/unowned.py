@@ -5,6 +5,7 @@ import secrets
 from collections import Counter
 
 from app.core.context import Context
+from app.core.model import EMBEDDING_PREFIX
 from app.core.store import items, jobs
 from app.core.store.jobs import NewJob
 
@@ -16,7 +17,7 @@ def run_once(ctx: Context) -> Counter[str]:
     with ctx.database.transaction() as tx:
         if not items.has_unowned(tx):
             return Counter()
-        job_id = f"emb-{secrets.token_hex(16)}"
+        job_id = f"{EMBEDDING_PREFIX}{secrets.token_hex(16)}"
         adopted = items.adopt(tx, job_id)
         if not adopted:
             return Counter()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 from psycopg import errors as pg
 from psycopg.rows import class_row
@@ -303,6 +303,12 @@ SELECT extract(epoch FROM min(at) - now())::float8 AS seconds
         UNION ALL
         SELECT min(lease_until) FROM public.embedding_retry_queue WHERE status = 'processing'
         UNION ALL
+        SELECT min(CASE WHEN t.lease_token IS NULL THEN t.next_attempt_at ELSE t.lease_until END)
+          FROM holdfast.jobs j
+          JOIN holdfast.trace_jobs t ON t.job_id = j.id
+         WHERE j.finished_at IS NULL
+           AND (t.lease_token IS NOT NULL OR t.next_attempt_at > now())
+        UNION ALL
         SELECT min(n.next_attempt_at)
           FROM holdfast.jobs j
          CROSS JOIN LATERAL (
@@ -346,6 +352,16 @@ def wait_for_notice(connection: Tx, seconds: float) -> bool:
     return any(True for _ in connection.notifies(timeout=seconds, stop_after=1))
 
 
+NOW = "SELECT now() AS at"
+
+
+def now(tx: Tx) -> datetime:
+    """Return the time of this transaction."""
+    row = tx.execute(NOW).fetchone()
+    assert row is not None  # noqa: S101 - it has no FROM
+    return cast("datetime", row["at"])
+
+
 FACTS = """
 SELECT current_setting('server_version') AS version, pg_is_in_recovery() AS is_replica
 """
@@ -369,7 +385,8 @@ def models(tx: Tx) -> Sequence[str]:
 GAUGES = """
 SELECT (SELECT count(*) FROM holdfast.jobs WHERE finished_at IS NULL) AS open_jobs,
        (SELECT coalesce(sum(c.pending), 0) FROM holdfast.job_counts c
-          JOIN holdfast.jobs j ON j.id = c.job_id AND j.finished_at IS NULL)::float8 AS pending,
+          JOIN holdfast.jobs j ON j.id = c.job_id AND j.finished_at IS NULL
+           AND j.kind = 'embedding')::float8 AS pending,
        (SELECT count(*) FROM public.embedding_retry_queue WHERE status = 'processing')::float8
            AS processing,
        (SELECT count(*) FROM public.embedding_retry_queue WHERE status = 'failed')::float8

@@ -11,7 +11,7 @@ from app.core.store.database import Tx
 
 INSERT = """
 INSERT INTO holdfast.jobs (id, kind, client, project, priority, return_vectors)
-VALUES (%(id)s, 'embedding', %(client)s, %(project)s, %(priority)s, %(return_vectors)s)
+VALUES (%(id)s, %(kind)s, %(client)s, %(project)s, %(priority)s, %(return_vectors)s)
 """
 
 
@@ -24,6 +24,7 @@ class NewJob:
     project: str = ""
     priority: int = 0
     return_vectors: bool = False
+    kind: str = "embedding"
 
 
 def insert(tx: Tx, job: NewJob) -> None:
@@ -160,12 +161,27 @@ def finish(tx: Tx, job_id: str, *, ttl_seconds: int) -> Job | None:
         counts = replace(counts, pending=0, processing=0, cancelled=counts.cancelled + counts.open)
     if counts.open:
         return None
+    end = End(job_state(counts), counts, errors(tx, job_id) if counts.failed else [])
+    return finish_as(tx, job_id, end, ttl_seconds=ttl_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a job ends: what is frozen of it."""
+
+    state: JobState
+    counts: Counts
+    errors: list[dict[str, Any]]
+
+
+def finish_as(tx: Tx, job_id: str, end: End, *, ttl_seconds: int) -> Job | None:
+    """Make an open job final as its caller decided, and return it. Its row is locked."""
     values = {
         "id": job_id,
-        "state": job_state(counts),
+        "state": end.state,
         "ttl_seconds": ttl_seconds,
-        "counts": Jsonb(asdict(counts)),
-        "errors": Jsonb(errors(tx, job_id) if counts.failed else []),
+        "counts": Jsonb(asdict(end.counts)),
+        "errors": Jsonb(end.errors),
     }
     tx.execute(FINISH, values)
     return find(tx, job_id)
@@ -271,7 +287,7 @@ OPEN_ITEMS = """
 SELECT coalesce(sum(c.pending + c.processing), 0)::bigint AS items
   FROM holdfast.jobs j
   JOIN holdfast.job_counts c ON c.job_id = j.id
- WHERE j.finished_at IS NULL AND j.client = %(client)s
+ WHERE j.finished_at IS NULL AND j.kind = 'embedding' AND j.client = %(client)s
 """
 
 

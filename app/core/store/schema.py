@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 from app.core.store.database import Tx
 
-EXPECTED = ("0001_jobs", "0002_queue", "0003_targets", "0004_clients", "0005_fleet")
+EXPECTED = (
+    *("0001_jobs", "0002_queue", "0003_targets", "0004_clients", "0005_fleet"),
+    "0006_trace",
+)
 """The files in migrations/, in order; a test compares."""
 
 EXISTS = "SELECT to_regclass('holdfast.schema_migrations') IS NOT NULL AS found"
