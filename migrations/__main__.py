@@ -116,6 +116,7 @@ def migrate(
             with connection.transaction():
                 connection.execute(DEMO_VALUES, values)
                 connection.execute((HERE / "demo_targets.sql").read_bytes())
+                connection.execute((HERE / "demo_trace.sql").read_bytes())
         return [step.name for step in missing]
 
 

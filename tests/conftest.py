@@ -20,6 +20,7 @@ from app.core.config import Settings
 from migrations.__main__ import migrate
 from tests import processes
 from tests.processes import Running, StartApi, StartProcess, WaitFor
+from worker.demo_trace import load
 from worker.servers import find_place
 from worker.up import Servers, start_servers
 
@@ -90,8 +91,6 @@ def trace_source_url(servers: Servers) -> str:
     with psycopg.connect(servers.database_url, autocommit=True) as connection:
         connection.execute("CREATE DATABASE trace_source")
     migrate(url, demo=True, dimension=DIMENSION)
-    from worker.demo_trace import load
-
     load(url, cids=TRACE_CIDS)
     return url
 

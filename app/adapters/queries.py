@@ -2,12 +2,13 @@
 
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import zip_longest
 from pathlib import Path
 
-from app.core.domains import DOMAINS
+from app.core.domains import DOMAINS, Domain, Kind
 from app.core.errors import ConfigError
 
 SETTING = "TRACE_SOURCE_QUERIES"
@@ -48,6 +49,22 @@ def read_queries(
         {name: str(select).strip().removesuffix(";") for name, select in selects.items()},
         {name: str(value) for name, value in others.items()},
     )
+
+
+def mismatch(
+    domain: Domain, found: Sequence[tuple[str, str]], types: Mapping[Kind, Collection[str]]
+) -> str | None:
+    """Say of the first column that is not the domain's what it is and what it should be.
+
+    `found` are names and types, `types` the types that a kind of column may have.
+    """
+    for number, (column, other) in enumerate(zip_longest(domain.columns, found), 1):
+        name, kind = other or ("missing", "")
+        if column is None or column.name != name:
+            return f"column {number} is {name}, expected {column.name if column else 'none'}"
+        if kind not in types[column.kind]:
+            return f"{name} is {kind}, expected {' or '.join(sorted(types[column.kind]))}"
+    return None
 
 
 def _table(path: Path) -> dict[str, object]:

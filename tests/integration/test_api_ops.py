@@ -36,7 +36,7 @@ def test_every_limit_is_told_as_a_number(ground: Ground, door: Door) -> None:
 
     limits, changed = door.get("/api/limits").json, small.door().get("/api/limits").json
 
-    assert all(type(limit) is int and limit > 0 for limit in limits.values())
+    assert all(type(limit) in (int, float) and limit > 0 for limit in limits.values())
     assert limits["max_body_bytes"] == ground.settings.max_body_bytes
     assert {name: changed[name] for name in limits if changed[name] != limits[name]} == {
         "max_body_bytes": 4096,
@@ -91,8 +91,8 @@ def test_readiness_names_what_is_degraded(ground: Ground) -> None:
     alone = nobody.get("/readyz").json
 
     with ground.ctx.database.transaction() as tx:
-        for kind, queue in (("worker", "embeddings"), ("sweeper", "")):
-            process = fleet.Process(kind, kind, queue, "here", 1)
+        for kind, queue in (("worker", "embeddings"), ("worker", "trace-events"), ("sweeper", "")):
+            process = fleet.Process(f"{kind} {queue}", kind, queue, "here", 1)
             fleet.beat(tx, process, seconds=3600, counters={})
     complete = nobody.get("/readyz").json
     with ground.ctx.database.transaction() as tx:
@@ -100,7 +100,8 @@ def test_readiness_names_what_is_degraded(ground: Ground) -> None:
     paused = nobody.get("/readyz").json
     ground.rows("TRUNCATE holdfast.processes, holdfast.backends")
 
-    assert alone == {"status": "ok", "degraded": ["no_sweeper", "no_worker:embeddings"]}
+    unserved = ["no_worker:embeddings", "no_worker:trace-events"]
+    assert alone == {"status": "ok", "degraded": ["no_sweeper", *unserved]}
     assert complete == {"status": "ok", "degraded": []}
     assert paused == {"status": "ok", "degraded": [f"backend_paused:{MODEL}"]}
 

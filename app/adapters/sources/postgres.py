@@ -1,12 +1,12 @@
 """Postgres: one COPY a domain, its rows passed on as the server writes them."""
 
+import math
 import re
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import TupleRow
 from psycopg.waiting import Wait
 
-from app.adapters.queries import read_queries
+from app.adapters.queries import mismatch, read_queries
 from app.core.domains import Domain, Kind
 from app.core.errors import ConfigError, ErrorClass, SourceFault
 from app.core.ports import Lines, SourceOptions
@@ -72,7 +72,7 @@ class Postgres:
         """Lend a connection; raises SourceFault."""
         reader = _Reader(self._selects, self._connect)
         try:
-            reader.connect(time.monotonic() + CONNECT_SECONDS)
+            reader.connect(math.inf)
             yield reader
         finally:
             self._keep(reader.release())
@@ -188,7 +188,7 @@ class _Call:
             info = types.get(described.ftype(position))
             name = (described.fname(position) or b"").decode()
             found.append((name, info.name if info else "of another type"))
-        if wrong := _mismatch(domain, found):
+        if wrong := mismatch(domain, found, TYPES):
             raise SourceFault(ErrorClass.SOURCE_FAILED, f"the SELECT for {domain.name}: {wrong}")
 
     def copy(self, ids: Sequence[str]) -> Generator[Lines, None, int]:
@@ -222,6 +222,7 @@ class _Call:
         return self._results()[0]
 
     def _results(self) -> list[pq.abc.PGresult]:
+        results: list[pq.abc.PGresult]
         results = self._wait(generators.execute(self._connection.pgconn))
         for result in results:
             if result.status == pq.ExecStatus.FATAL_ERROR:
@@ -313,17 +314,6 @@ def _is_alive(connection: Connection) -> bool:
 
 def _seconds_until(deadline: float) -> float:
     return deadline - time.monotonic()
-
-
-def _mismatch(domain: Domain, found: Sequence[tuple[str, str]]) -> str | None:
-    """Say of the first column that is not the domain's what it is and what it should be."""
-    for number, (column, other) in enumerate(zip_longest(domain.columns, found), 1):
-        name, kind = other or ("missing", "")
-        if column is None or column.name != name:
-            return f"column {number} is {name}, expected {column.name if column else 'none'}"
-        if kind not in TYPES[column.kind]:
-            return f"{name} is {kind}, expected {' or '.join(sorted(TYPES[column.kind]))}"
-    return None
 
 
 # ---- errors -------------------------------------------------------------------------------------
