@@ -270,7 +270,7 @@ class _Plant:
 
     def consume(self, lot: _Lot, step: Step, machine: str, part: str, minute: int) -> None:
         code = "MC" if part == "COMPOUND" else part[:2]
-        name = f"{code}-{self.between(1, 400):04}"
+        name = f"{code}-{self.between(1, 120):04}"
         lot.is_bad = lot.is_bad or name == BAD_COMPOUND
         qty = f"{self.between(1, 9999) / 100:.2f}"
         event = next(self._events)

@@ -139,7 +139,7 @@ class _Drain:
         with self.ctx.database.transaction() as tx:
             traces.settle(tx, claim, reading, leased_by=self.horse.leased_by, ends_job=ends_job)
         self.counts["failed" if error else "done"] += 1
-        facts: dict[str, Any] = {"job_id": self.job.id, "items": claim.segment}
+        facts: dict[str, Any] = {"job_id": self.job.id, "segment": claim.segment}
         if error:
             told = {"event": "segment_failed", "error_class": error.error_class}
             log.warning("segment failed: %s", error.message, extra={**facts, **told})

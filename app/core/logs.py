@@ -18,6 +18,8 @@ FIELDS = (
     "error_class",
     "reason",
     "items",
+    "segment",
+    "state",
     "counts",
     "duration_seconds",
     "method",

@@ -79,8 +79,10 @@ def _revive_segments(ctx: Context, caller: Caller, job_id: str, why: Why) -> _Re
         jobs.lock(tx, job_id)
         job = _own(tx, caller, job_id)
         again = [each.segment for each in found if each.segment not in kept]
-        if not again or (job.run, job.state) != (before.run, before.state):
-            raise NothingToRequeue
+        if (job.run, job.state) != (before.run, before.state):
+            raise NothingToRequeue("somebody else has requeued it just now")
+        if not again:
+            raise NothingToRequeue("nothing of it failed, and its result is all there")
         traces.reopen(tx, job_id, again)
         _note(tx, caller, job_id, why, len(again))
         alive = fleet.alive(tx)
