@@ -11,7 +11,7 @@ from app.core.config import Settings
 from app.core.context import Context, open_context
 from app.core.errors import HoldfastError, RequestError
 from app.core.keys import SCOPES, hash_of, new_key
-from app.core.model import Caller
+from app.core.model import Caller, is_trace
 from app.core.store import clients, targets
 from app.core.store.targets import NewTarget
 
@@ -163,7 +163,8 @@ def requeue_job(ctx: Context, arguments: argparse.Namespace) -> int:
     """Give a job's failed items another allowance of attempts."""
     why = requeue.Why("cli", arguments.reason)
     done = requeue.requeue(ctx, OPERATOR, arguments.job_id, why)
-    print(f"{done['job_id']}: {done['requeued']} items requeued")
+    what = "segments" if is_trace(arguments.job_id) else "items"
+    print(f"{done['job_id']}: {done['requeued']} {what} requeued")
     return 0
 
 

@@ -59,7 +59,7 @@ def drain(horse: Horse, job_id: str, run: int) -> dict[str, int]:
         job = jobs.find(tx, job_id)
         registered = targets.registered(tx)
         pace = first_pace(horse, tx)
-    if job is None or job.state.is_final or run < job.run:
+    if job is None or job.kind != "embedding" or job.state.is_final or run < job.run:
         return {"done": 0}
     settings = horse.context.settings
     with Lease(

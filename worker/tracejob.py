@@ -44,7 +44,7 @@ def drain(horse: TraceHorse, job_id: str, run: int) -> dict[str, int]:
     """
     with horse.context.database.transaction() as tx:
         job = jobs.find(tx, job_id)
-        if job is None or job.state.is_final or run < job.run:
+        if job is None or job.kind != "trace" or job.state.is_final or run < job.run:
             return {"done": 0}
         trace, packed = traces.find(tx, job_id), traces.ids(tx, job_id)
     return _Drain(horse, job, trace, unpack_ids(packed)).run()

@@ -104,6 +104,8 @@ class BellJob(RqJob):
             return "its id is not that of a bell"
         if self.func_name not in [*self.TASKS] or self.instance is not None:
             return "it calls something else than a task of ours"
+        if self.func_name != _task_of(match[1]):
+            return "it calls the task of another kind of job"
         if self.kwargs != {} or not _are_arguments(cast("object", self.args), match[1]):
             return "its arguments are not its job and a run"
         return None
@@ -123,6 +125,10 @@ class BellJob(RqJob):
             return super()._fetch_status()
         except (InvalidJobOperation, ValueError):
             return JobStatus.CREATED
+
+
+def _task_of(job_id: str) -> str:
+    return TRACE_TASK if is_trace(job_id) else TASK
 
 
 def _storage_fault(stored: Mapping[bytes, bytes]) -> str | None:
@@ -198,7 +204,7 @@ class Bells:
     ) -> None:
         try:
             self._queue(queue).enqueue(
-                TRACE_TASK if is_trace(rings.job_id) else TASK,
+                _task_of(rings.job_id),
                 rings.job_id,
                 rings.run,
                 job_id=bell,

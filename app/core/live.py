@@ -123,9 +123,9 @@ class Live:
                 self._redis.unlink(*block)
 
     def memory_share(self) -> float:
-        """Return how full Redis is, of its maxmemory; 0 where none is set. Raises BellsUnavailable.
+        """Return how full Redis is, of its maxmemory; 0 where none is set.
 
-        Without what its replicas and its log on disk hold, as Redis itself counts it.
+        Raises BellsUnavailable.
         """
         with translated():
             info = self._redis.info("memory")

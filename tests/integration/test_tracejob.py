@@ -4,8 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from psycopg.errors import CheckViolation
+from rq import Queue
 
 from app.core import requeue, trace_result
+from app.core.bells import BellJob
 from app.core.errors import (
     ErrorClass,
     FailedItemsRemain,
@@ -17,8 +20,9 @@ from app.core.errors import (
 )
 from app.core.model import JobState
 from app.core.requeue import Why
-from app.core.store import traces
+from app.core.store import jobs, traces
 from tests.traces import CALLER, LOOKUP, Hook, TraceMill, open_trace_mill
+from worker.sweep import cleanup
 
 WHY = Why("api")
 COUNTS = {
@@ -645,3 +649,86 @@ def test_an_estimate_comes_from_what_such_jobs_have_cost(mill: TraceMill) -> Non
     assert 0 <= eta["p50"] <= eta["p90"]
     other = mill.submit(200, profile="query_tool_reverse")
     assert mill.body(other)["progress"]["eta_seconds"] is None
+
+
+# ---- around it
+
+
+def test_a_cancelled_job_whose_worker_died_ends_as_cancelled(mill: TraceMill) -> None:
+    job_id = mill.submit(300)
+    with mill.ctx.database.transaction() as tx:
+        assert traces.claim(tx, job_id, leased_by="dead", lease_seconds=45)
+    requeue.cancel(mill.ctx, CALLER, job_id)
+    assert mill.job(job_id).state is JobState.RUNNING
+
+    mill.elapse(60)
+    mill.sweep()
+
+    assert mill.job(job_id).state is JobState.CANCELLED
+    assert mill.statuses(job_id) == ["cancelled"] * 3
+
+
+def test_the_sweeper_rings_for_what_is_due_and_has_no_bell(mill: TraceMill) -> None:
+    job_id = mill.submit(200)
+    queue = mill.settings.trace_worker_queue
+    mill.sweep()
+    assert mill.ctx.bells.waiting(queue) == [job_id]
+    mill.ctx.link.flushdb()
+
+    mill.sweep()
+    mill.sweep()
+
+    assert mill.ctx.bells.waiting(queue) == [job_id]
+
+
+def test_a_bell_that_calls_the_task_of_the_other_kind_is_refused(mill: TraceMill) -> None:
+    job_id = mill.submit(200)
+    queue = Queue(mill.settings.trace_worker_queue, connection=mill.ctx.link, serializer="json")
+    queue.enqueue("worker.tasks.embed", job_id, 1, job_id=f"{job_id}-77")
+
+    bell = BellJob.fetch(f"{job_id}-77", connection=mill.ctx.link)
+
+    assert isinstance(bell, BellJob)
+    assert bell.refusal == "it calls the task of another kind of job"
+    with mill.ctx.database.transaction() as tx:
+        mine = jobs.find(tx, job_id)
+    assert mine
+    assert mine.kind == "trace"
+
+
+def test_old_jobs_are_forgotten_with_all_that_was_of_them(mill: TraceMill) -> None:
+    job_id = mill.submit(200)
+    drain_failing(mill, job_id, Interference(mill, job_id, {1: failing()}))
+    mill.rows(
+        """UPDATE holdfast.jobs SET finished_at = finished_at - interval '40 days',
+                  expires_at = expires_at - interval '40 days'"""
+    )
+
+    assert cleanup.run_once(mill.ctx)["jobs"] == 1
+
+    for table in ("jobs", "trace_jobs", "trace_segments", "segment_errors", "job_counts"):
+        [row] = mill.rows(f"SELECT count(*) AS n FROM holdfast.{table}")  # noqa: S608
+        assert row == {"n": 0}, table
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("done", "processing"), ("cancelled", "done"), ("failed", "done"), ("pending", "done")],
+)
+def test_an_illegal_change_of_a_segment_is_refused_by_the_database(
+    mill: TraceMill, before: str, after: str
+) -> None:
+    job_id = mill.submit(100)
+    steps = {
+        "pending": [],
+        "done": ["processing", "done"],
+        "failed": ["processing", "failed"],
+        "cancelled": ["cancelled"],
+    }
+    change = """UPDATE holdfast.trace_segments SET status = %(status)s, error_class = 'internal'
+                 WHERE job_id = %(job_id)s"""
+    for status in steps[before]:
+        mill.rows(change, status=status, job_id=job_id)
+
+    with pytest.raises(CheckViolation, match=f"Invalid transition: {before} → {after}"):
+        mill.rows(change, status=after, job_id=job_id)
