@@ -18,7 +18,7 @@ up: $(STAMP)
 
 test: check
 	$(RUN) -m coverage erase
-	$(RUN) -m coverage run -m pytest
+	$(RUN) -m coverage run -m pytest -n 2 --dist loadfile
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report --skip-covered
 

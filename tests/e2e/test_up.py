@@ -147,7 +147,9 @@ def test_a_second_one_on_the_same_home_says_so_and_leaves_the_first_alone(
     assert (shared_home / "env").exists()
 
 
-@pytest.mark.parametrize("name", ["worker run", "worker sweep", "gunicorn", "/postgres", "redis"])
+@pytest.mark.parametrize(
+    "name", ["run embeddings", "run trace-events", "worker sweep", "gunicorn", "/postgres", "redis"]
+)
 def test_what_dies_is_named_and_started_again(
     shared: Running, shared_home: Path, name: str
 ) -> None:

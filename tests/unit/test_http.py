@@ -43,7 +43,7 @@ def test_an_exception_that_is_no_row_counts_as_its_nearest_parent() -> None:
     assert exception_fault(Tomorrow("late")).error_class is ErrorClass.SLOW
 
 
-@pytest.mark.parametrize("kind", set(HTTPX) - {httpx.ConnectError})
+@pytest.mark.parametrize("kind", [each for each in HTTPX if each is not httpx.ConnectError])
 def test_no_text_of_an_exception_is_shown_but_why_there_is_no_connection(
     kind: type[Exception],
 ) -> None:
