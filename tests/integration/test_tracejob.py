@@ -494,6 +494,41 @@ def test_a_partial_result_says_which_ids_are_missing_where(mill: TraceMill) -> N
     assert len(mill.result(job_id, "materials")) == counted(mill, "materials", ids)
 
 
+def test_a_partial_result_whose_pages_vanish_says_so(mill: TraceMill) -> None:
+    ids = mill.ids(200)
+    job_id = mill.submit(ids, params={"partial": True})
+
+    def fail_materials_and_flush(domain: str, some: Sequence[str]) -> None:
+        if domain == "materials" and some[0] == min(ids):
+            failing()()
+        if domain == "history" and some[0] != min(ids):
+            mill.ctx.link.flushdb()
+
+    drain_failing(mill, job_id, fail_materials_and_flush)
+
+    assert mill.job(job_id).state is JobState.COMPLETED_WITH_ERRORS
+    quality = mill.manifest(job_id)["quality"]["domains"]
+    for domain in LOOKUP:
+        assert [each["error_class"] for each in quality[domain]["failed"]] == ["result_lost"]
+        assert len(mill.result(job_id, domain)) == counted(mill, domain, sorted(ids)[100:])
+
+
+def test_what_was_read_in_an_earlier_run_is_in_no_result_of_a_cancelled_one(
+    mill: TraceMill,
+) -> None:
+    job_id = mill.submit(300)
+    drain_failing(mill, job_id, Interference(mill, job_id, {3: failing()}))
+    mill.ctx.link.flushdb()
+    requeue.requeue(mill.ctx, CALLER, job_id, WHY)
+    mill.drain(job_id, stop=iter([False, True]).__next__)
+
+    requeue.cancel(mill.ctx, CALLER, job_id)
+
+    assert mill.statuses(job_id) == ["done", "cancelled", "cancelled"]
+    read = sorted(mill.ids(300))[:100]
+    assert len(mill.result(job_id, "history")) == counted(mill, "history", read)
+
+
 def test_a_partial_job_of_which_nothing_could_be_read_has_failed(mill: TraceMill) -> None:
     job_id = mill.submit(200, params={"partial": True})
 

@@ -467,9 +467,12 @@ def manifest(tx: Tx, job_id: str) -> dict[str, Any] | None:
 
 LOSE = """
 UPDATE holdfast.trace_segments
-   SET status = CASE WHEN losses + 1 >= %(most)s THEN 'failed' ELSE 'pending' END,
-       losses = losses + 1, error_class = %(error_class)s, last_error = %(message)s
- WHERE job_id = %(job_id)s AND segment = ANY(%(segments)s::integer[]) AND status = 'done'
+   SET status = CASE WHEN status = 'failed' OR losses + 1 >= %(most)s THEN 'failed'
+                     ELSE 'pending' END,
+       losses = losses + 1, error_class = %(error_class)s, last_error = %(message)s,
+       rows = '{}', seconds = '{}', pages = '{}', failures = '{}'
+ WHERE job_id = %(job_id)s AND segment = ANY(%(segments)s::integer[])
+   AND status IN ('done', 'failed')
 RETURNING segment, run, %(error_class)s AS error_class, %(message)s AS message,
           NULL AS leased_by, job_id, status
 """
@@ -490,7 +493,8 @@ def lose(tx: Tx, job_id: str, segments: Sequence[int]) -> None:
 
 REOPEN_SEGMENTS = """
 UPDATE holdfast.trace_segments
-   SET status = 'pending', kills = 0, losses = 0
+   SET status = 'pending', kills = 0, losses = 0, rows = '{}', seconds = '{}', pages = '{}',
+       failures = '{}'
  WHERE job_id = %(job_id)s AND segment = ANY(%(segments)s::integer[])
 """
 RESTART = "UPDATE holdfast.jobs SET started_at = NULL WHERE id = %(job_id)s"
