@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, tzinfo
 from decimal import Decimal
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 from urllib.parse import unquote, urlsplit
 from zoneinfo import ZoneInfo
@@ -32,6 +32,7 @@ MOST_CONNECTIONS = 4
 POOL_SECONDS = 5
 PING_SECONDS = 1
 LEAST_CONNECT_SECONDS = POOL_SECONDS + PING_SECONDS
+CLOSE_SECONDS = 2
 KEEPALIVE_MINUTES = 1
 RETRY_SECONDS = 10
 PORT = 1521
@@ -47,6 +48,7 @@ TYPES: Mapping[Kind, tuple[str, ...]] = {
     Kind.TIMESTAMP: ("DB_TYPE_DATE", "DB_TYPE_TIMESTAMP"),
 }
 PADDED = frozenset({"DB_TYPE_CHAR", "DB_TYPE_NCHAR"})
+NONE_FREE = "DPY-4005"
 TIMED_OUT = frozenset(
     {
         "DPY-4024",  # the call timeout
@@ -57,7 +59,7 @@ TIMED_OUT = frozenset(
 )
 PASSING = frozenset(
     {
-        *("DPY-1001", "DPY-4005", "DPY-4011", "DPY-6000", "DPY-6001", "DPY-6005"),
+        *(NONE_FREE, "DPY-1001", "DPY-4011", "DPY-6000", "DPY-6001", "DPY-6005"),
         *("ORA-00018", "ORA-00020", "ORA-02391", "ORA-12516", "ORA-12519", "ORA-12520"),
         *("ORA-01033", "ORA-01034", "ORA-01035", "ORA-01090", "ORA-12514", "ORA-12528"),
     }
@@ -109,7 +111,7 @@ class Oracle:
     @contextmanager
     def open(self) -> Generator["_Reader"]:
         """Lend a connection of the pool; raises SourceFault."""
-        reader = _Reader(self._setup, self._opened_pool)
+        reader = _Reader(self._setup, self._acquire)
         try:
             reader.connect(math.inf)
             yield reader
@@ -121,8 +123,16 @@ class Oracle:
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
-            with suppress(self._setup.driver.Error):
-                pool.close(force=True)
+            _close_pool(self._setup.driver, pool, CLOSE_SECONDS)
+
+    def _acquire(self) -> "_Lent":
+        pool = self._opened_pool()
+        try:
+            return _Lent(pool, pool.acquire())
+        except self._setup.driver.Error as exc:
+            if _code(exc) == NONE_FREE and not pool.busy:
+                self._forget(pool)
+            raise
 
     def _opened_pool(self) -> Any:  # noqa: ANN401 - the driver is optional, and so are its types
         with self._lock:
@@ -130,31 +140,44 @@ class Oracle:
                 self._pool = _make_pool(self._setup.driver, self._setup.place)
             return self._pool
 
+    def _forget(self, pool: Any) -> None:  # noqa: ANN401
+        """Give up a pool whose one thread waits for a server that has fallen silent, maybe ever."""
+        with self._lock:
+            if self._pool is pool:
+                self._pool = None
+        _close_pool(self._setup.driver, pool, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    pool: Any
+    connection: Any
+
 
 class _Reader:
     """One connection of the pool, another one after a statement that did not come to its end."""
 
-    def __init__(self, setup: _Setup, pool: Callable[[], Any]) -> None:
+    def __init__(self, setup: _Setup, acquire: Callable[[], _Lent]) -> None:
         self._setup = setup
-        self._pool = pool
-        self._connection: Any = None
+        self._acquire = acquire
+        self._lent: _Lent | None = None
 
     def connect(self, deadline: float) -> Any:  # noqa: ANN401
         """Return the connection."""
         with _translated(self._setup.driver, deadline):
-            if self._connection is None:
+            if self._lent is None:
                 if deadline - time.monotonic() < LEAST_CONNECT_SECONDS:
                     message = "no time was left to connect to the source"
                     raise SourceFault(ErrorClass.SOURCE_TIMEOUT, message)
-                self._connection = self._pool().acquire()
-            return self._connection
+                self._lent = self._acquire()
+            return self._lent.connection
 
     def release(self) -> None:
         """Give the connection back to the pool."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
+        lent, self._lent = self._lent, None
+        if lent is not None:
             with suppress(self._setup.driver.Error):
-                connection.close()
+                lent.connection.close()
 
     def events(
         self, domain: Domain, ids: Sequence[str], *, as_of: datetime, deadline: float
@@ -179,10 +202,10 @@ class _Reader:
 
     def _give_up(self) -> None:
         """Throw the connection away: nothing else ends at once what the server does for it."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
+        lent, self._lent = self._lent, None
+        if lent is not None:
             with suppress(self._setup.driver.Error):
-                self._pool().drop(connection)
+                lent.pool.drop(lent.connection)
 
 
 class _Call:
@@ -207,8 +230,10 @@ class _Call:
                 raise SourceFault(ErrorClass.SOURCE_FAILED, message)
             pairs = zip(self._domain.columns, found, strict=True)
             converts = [_converter(column, kind, self._zone) for column, (_, kind) in pairs]
-            while lines := self._fetch(cursor, converts):
-                yield from lines
+            while blocks := self._fetch(cursor, converts):
+                for block in blocks:
+                    self._limit()
+                    yield block
             return int(cursor.rowcount)
         finally:
             with suppress(self._driver.Error):
@@ -337,6 +362,17 @@ def _make_pool(driver: Any, place: _Place) -> Any:  # noqa: ANN401
     )
 
 
+def _close_pool(driver: Any, pool: Any, seconds: float) -> None:  # noqa: ANN401
+    # Aside, as it waits for the pool's thread, and that for its server, without any limit.
+    def close() -> None:
+        with suppress(driver.Error):
+            pool.close(force=True)
+
+    closing = Thread(target=close, daemon=True)
+    closing.start()
+    closing.join(seconds)
+
+
 def _prepare(connection: Any, _: str) -> None:  # noqa: ANN401
     """Let a new connection compare and sort by bytes, whatever language its server speaks."""
     connection.call_timeout = POOL_SECONDS * 1000
@@ -391,13 +427,17 @@ def _translated(driver: Any, deadline: float) -> Generator[None]:  # noqa: ANN40
 
 
 def _fault(exc: Exception, *, is_late: bool) -> SourceFault:
-    error = exc.args[0] if exc.args else None
-    code = str(getattr(error, "full_code", "")) or type(exc).__name__
+    code = _code(exc)
     if is_late or code in TIMED_OUT:
         return SourceFault(ErrorClass.SOURCE_TIMEOUT, f"the source took too long ({code})")
-    if code in PASSING or getattr(error, "isrecoverable", False):
+    if code in PASSING or getattr(exc.args[0] if exc.args else None, "isrecoverable", False):
         message = f"the source cannot answer now ({code})"
         return SourceFault(
             ErrorClass.SOURCE_UNAVAILABLE, message, retry_after_seconds=RETRY_SECONDS
         )
     return SourceFault(ErrorClass.SOURCE_FAILED, f"the source refuses the query ({code})")
+
+
+def _code(exc: Exception) -> str:
+    error = exc.args[0] if exc.args else None
+    return str(getattr(error, "full_code", "")) or type(exc).__name__

@@ -2,6 +2,7 @@
 
 import math
 import re
+import select
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -304,12 +305,13 @@ def _readable(pgconn: pq.abc.PGconn) -> PQGen[None]:
 
 
 def _is_alive(connection: Connection) -> bool:
+    """Whether nothing came while nothing was asked: the last words of a server do."""
     try:
-        connection.pgconn.consume_input()
-        connection.pgconn.consume_input()  # behind the server's last words its end is seen
-    except psycopg.Error:
+        poll = select.poll()
+        poll.register(connection.pgconn.socket, select.POLLIN)
+        return not poll.poll(0)
+    except psycopg.OperationalError:
         return False
-    return connection.pgconn.status == pq.ConnStatus.OK
 
 
 def _seconds_until(deadline: float) -> float:
