@@ -379,7 +379,9 @@ class NotedRetry(Retry):
     """Tries for long, and says once that Redis is lost and once that it is back."""
 
     def __init__(self) -> None:
-        super().__init__(ExponentialBackoff(cap=REDIS_PAUSE_SECONDS, base=0.1), REDIS_RETRIES)
+        passing = (redis.ConnectionError, redis.TimeoutError, redis.OutOfMemoryError)
+        pauses = ExponentialBackoff(cap=REDIS_PAUSE_SECONDS, base=0.1)
+        super().__init__(pauses, REDIS_RETRIES, supported_errors=passing)
         self._is_lost = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

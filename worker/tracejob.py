@@ -71,7 +71,6 @@ class _Drain:
         while finished is None and not (is_over := self._is_over()):
             if self._segment():
                 is_idle = False
-                status.publish(self.ctx, self.job.id)
             elif is_idle:
                 break
             else:  # a segment whose pages vanished is due again by this
@@ -108,6 +107,7 @@ class _Drain:
             )
         if claim is None:
             return False
+        status.publish(self.ctx, self.job.id)
         reader = _SegmentReader(self, claim)
         try:
             with SegmentLease(self.ctx.database, claim, lease_seconds=seconds):

@@ -240,8 +240,8 @@ class _Call:
                 cursor.close()
 
     def _binds(self, ids: Sequence[str], as_of: datetime) -> dict[str, Any]:
-        binds: dict[str, Any] = dict.fromkeys(NAMES)
-        binds.update(zip(NAMES, ids, strict=False))
+        padded = [*ids, *[None] * (IDS - len(ids))]
+        binds: dict[str, Any] = dict(zip(NAMES, padded, strict=True))
         if self._statement.asks_as_of:
             # Without its zone: what it is compared with has none either.
             binds["as_of"] = as_of.astimezone(self._zone).replace(tzinfo=None)
