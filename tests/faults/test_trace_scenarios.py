@@ -1,7 +1,9 @@
 """Trace jobs under faults: real workers that die, stop, lose Redis or the source in a segment."""
 
+import json
 import os
 import signal
+import tomllib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from tests.api import Answer, Door
 from tests.conftest import free_port
 from tests.faults.redis_alone import open_redis
 from tests.faults.stage import state_of
+from tests.limited import open_group
 from tests.processes import ROOT, Running, StartProcess, wait_for
 from tests.traces import IDS
 
@@ -50,6 +53,12 @@ ASYNC = {"Prefer": "respond-async"}
 FINAL = ("completed", "completed_with_errors", "failed", "cancelled")
 SECONDS = 60.0
 """Much longer than anything takes."""
+
+LIMIT_BYTES = 256 * 2**20
+TIMES = 5
+"""Each row so often: some 350,000 rows, which take more than a gigabyte as dicts."""
+
+FROM_HISTORY, FROM_MATERIALS = "trace_demo.lot_wip_history h", "trace_demo.lot_materials_history m"
 
 
 @dataclass
@@ -389,3 +398,50 @@ def test_without_a_worker_a_job_is_accepted_and_says_what_it_waits_for(stage: St
     assert stage.wait_until_final(job_id)["state"] == "completed"
     assert f"no_worker:{QUEUE}" not in stage.door.get("/readyz").json["degraded"]
     stage.check_whole(job_id, ids)
+
+
+# ---- memory
+
+
+def multiplied(text: str) -> str:
+    """Return queries that give each row several times."""
+    for name in (FROM_HISTORY, FROM_MATERIALS):
+        assert f"FROM {name}" in text
+        text = text.replace(f"FROM {name}", f"FROM generate_series(1, {TIMES}) CROSS JOIN {name}")
+    return text
+
+
+def test_a_job_fits_into_256_mb_where_the_naive_way_is_killed(
+    stage: Stage, trace_environ: dict[str, str], start_process: StartProcess, tmp_path: Path
+) -> None:
+    ids = stage.ids(10_000)
+    queries = tmp_path / "multiplied.toml"
+    queries.write_text(multiplied(DEMO_QUERIES.read_text("utf-8")), "utf-8")
+    with open_group(LIMIT_BYTES) as group:
+        worker = start_process(
+            *("tests.limited", str(group.path), "worker", "run", "trace-events"),
+            TRACE_SOURCE_QUERIES=str(queries),
+            TRACE_SEGMENT_CIDS="10000",
+        )
+        job_id = stage.post(ids)
+        body = stage.wait_until_final(job_id)
+        assert body["state"] == "completed", body["errors"]
+        assert group.kills == 0
+        peak_bytes = group.peak_bytes
+        rows = sum(body["trace"]["rows"].values())
+        assert rows > 300_000
+        worker.stop()
+
+        selects = tomllib.loads(queries.read_text("utf-8"))
+        ask = tmp_path / "ask.json"
+        chosen = [selects[name] for name in ("history", "materials")]
+        ask.write_text(json.dumps({"ids": sorted(ids), "selects": chosen}), "utf-8")
+        naive = start_process(
+            *("tests.limited", str(group.path), "tests.naive_trace"),
+            *(trace_environ["TRACE_SOURCE_URL"], str(ask)),
+        )
+        assert naive.wait(60) == -signal.SIGKILL, naive.said
+        assert group.kills == 1
+
+    told = {"scenario": "trace in 256 MB", "rows": rows, "peak_mb": peak_bytes // 2**20}
+    print(json.dumps(told))  # noqa: T201 - the run's own line
