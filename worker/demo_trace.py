@@ -1,11 +1,15 @@
 """The demo's trace events: an invented plant, the same on every machine, with causes to be found.
 
-python -m worker.demo_trace load --cids 5000 [--seed 7] [--replace]
+python -m worker.demo_trace load --cids 5000 [--seed 7] [--replace | --keep]
 python -m worker.demo_trace check             counts of each table, one checksum, the planted causes
 python -m worker.demo_trace ids --count 3000  container ids for a request, one a line
+
+A work order is made whole, so there are somewhat more containers than asked for: 5,008 for 5,000.
+What is loaded stays, unless --replace is said: other numbers end with 1, with --keep with 0.
 """
 
 import argparse
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +24,8 @@ from app.core.store.database import Database, Tx
 
 SEED = 7
 FLUSH_ROWS = 60_000
+MOST_CIDS = 10_000_000
+MOST_SEED = 2**63 - 1
 BAR_CHARACTERS = 30
 
 BAD_BONDER = "DB-07"
@@ -108,7 +114,7 @@ NULL = "\\N"
 
 
 class DemoTraceError(HoldfastError):
-    """The demo's events cannot be loaded."""
+    """The demo's events cannot be loaded, or are not there."""
 
     code = "demo_trace_error"
 
@@ -364,11 +370,24 @@ def _specs() -> Iterator[tuple[object, ...]]:
 
 # ---- loading ------------------------------------------------------------------------------------
 
+LOCK_KEY = 0x74726163  # "trac": one load at a time, whoever starts it
+
+TRY_LOCK = "SELECT pg_try_advisory_xact_lock(%(key)s) AS is_ours"
 UNLIMITED = """
-SELECT set_config('statement_timeout', '0', true), set_config('timezone', 'UTC', true)
+SELECT set_config('statement_timeout', '0', true), set_config('timezone', 'UTC', true),
+       set_config('datestyle', 'ISO', true)
 """
+EXISTS = "SELECT to_regclass('trace_demo.load') IS NOT NULL AS is_there"
 LOADED = "SELECT cids, seed FROM trace_demo.load"
 NOTE_LOAD = "INSERT INTO trace_demo.load (cids, seed) VALUES (%(cids)s, %(seed)s)"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What was asked for when the tables were filled; the same gives the same rows."""
+
+    cids: int
+    seed: int
 
 
 def load(
@@ -377,54 +396,73 @@ def load(
     *,
     seed: int = SEED,
     replace: bool = False,
+    keep: bool = False,
     progress: Progress | None = None,
 ) -> bool:
     """Fill the demo's tables with about `cids` containers; False where they are there already.
 
-    One transaction: a load that is killed has changed nothing. Raises DemoTraceError where
-    something else is loaded and it may not be replaced.
+    One transaction: a load that is killed has changed nothing. Where something else is loaded,
+    `replace` puts this in its place and `keep` leaves it; else DemoTraceError is raised, as it is
+    while another load runs.
     """
+    asked = Load(cids, seed)
     database = Database(database_url, application="holdfast demo", most_connections=1)
     try:
         with database.transaction() as tx:
-            there = tx.execute(LOADED).fetchone()
-            if there == {"cids": cids, "seed": seed}:
+            _lock(tx)
+            there = loaded(tx)
+            if there == asked or (there and keep):
                 return False
             if there and not replace:
-                message = f"{there['cids']} containers of seed {there['seed']} are there: --replace"
+                message = f"{there.cids} containers of seed {there.seed} are there: --replace"
                 raise DemoTraceError(message)
-            _fill(tx, cids, seed, progress)
+            _fill(tx, asked, progress)
         return True
     finally:
         database.close()
 
 
-def _fill(tx: Tx, cids: int, seed: int, progress: Progress | None) -> None:
+def loaded(tx: Tx) -> Load | None:
+    """Return what is loaded. Raises DemoTraceError where there are no tables for it."""
+    exists = tx.execute(EXISTS).fetchone()
+    if not exists or not exists["is_there"]:
+        raise DemoTraceError("there is no schema trace_demo; run python -m migrations --demo")
+    there = tx.execute(LOADED).fetchone()
+    return Load(**there) if there else None
+
+
+def _lock(tx: Tx) -> None:
+    locked = tx.execute(TRY_LOCK, {"key": LOCK_KEY}).fetchone()
+    if not locked or not locked["is_ours"]:
+        raise DemoTraceError("another load is running; wait for its end")
+
+
+def _fill(tx: Tx, asked: Load, progress: Progress | None) -> None:
     tx.execute(UNLIMITED)
     tables = ", ".join(f"trace_demo.{name}" for name in TABLES)
     tx.execute(f"TRUNCATE trace_demo.load, {tables}".encode())
     for index in INDEXES:
         name = index.split("INDEX ", 1)[1].split()[0]
         tx.execute(f"DROP INDEX IF EXISTS trace_demo.{name}".encode())
-    for done in _grown(tx, cids, seed):
+    for done in _grown(tx, asked):
         if progress:
-            progress(min(done, cids), cids)
+            progress(min(done, asked.cids), asked.cids)
     for index in INDEXES:
         tx.execute(f"CREATE {index}".encode())
     for name in TABLES:
         tx.execute(f"ANALYZE trace_demo.{name}".encode())
-    tx.execute(NOTE_LOAD, {"cids": cids, "seed": seed})
+    tx.execute(NOTE_LOAD, {"cids": asked.cids, "seed": asked.seed})
 
 
-def _grown(tx: Tx, cids: int, seed: int) -> Iterator[int]:
+def _grown(tx: Tx, asked: Load) -> Iterator[int]:
     """Make containers and their events; yield how many there are, each time some are stored."""
-    plant = _Plant(seed)
+    plant = _Plant(asked.seed)
     for spec in _specs():
         plant.add("spec_workcenter", *spec)
     plant.oddities()
     for number in count(1):
         plant.order(number)
-        is_enough = plant.containers >= cids
+        is_enough = plant.containers >= asked.cids
         if is_enough or plant.waiting >= FLUSH_ROWS:
             _flush(tx, plant)
             yield plant.containers
@@ -490,23 +528,50 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(options: argparse.Namespace, url: str) -> int:
     if options.command == "load":
-        is_new = load(url, options.cids, seed=options.seed, replace=options.replace, progress=_bar)
+        is_new = load(
+            url,
+            options.cids,
+            seed=options.seed,
+            replace=options.replace,
+            keep=options.keep,
+            progress=_bar,
+        )
         print("loaded" if is_new else "loaded already")
         return 0
+    lines = _look(url, options.count if options.command == "ids" else None)
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # whoever reads has seen enough, and nothing more can be written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _look(url: str, number: int | None) -> list[str]:
+    """Return so many ids, or where no number is given the report of `check`."""
     database = Database(url, application="holdfast demo", most_connections=1)
     try:
         with database.transaction() as tx:
-            if options.command == "ids":
-                print("\n".join(ids(tx, options.count)))
-                return 0
-            counts, checksum = check(tx)
+            if loaded(tx) is None:
+                raise DemoTraceError("nothing is loaded; run python -m worker.demo_trace load")
+            return _report(tx) if number is None else _chosen(tx, number)
     finally:
         database.close()
-    for name, rows in counts.items():
-        print(f"{name:24} {rows:>10,}")
-    print(f"checksum {checksum}")
-    print(f"planted: bonder {BAD_BONDER}, mould compound {BAD_COMPOUND}: losses x {BAD_FACTOR}")
-    return 0
+
+
+def _chosen(tx: Tx, number: int) -> list[str]:
+    found = ids(tx, number)
+    if len(found) < number:
+        raise DemoTraceError(f"there are {len(found)} containers, and {number} were asked for")
+    return found
+
+
+def _report(tx: Tx) -> list[str]:
+    counts, checksum = check(tx)
+    return [
+        *(f"{name:24} {rows:>10,}" for name, rows in counts.items()),
+        f"checksum {checksum}",
+        f"planted: bonder {BAD_BONDER}, mould compound {BAD_COMPOUND}: losses x {BAD_FACTOR}",
+    ]
 
 
 def _bar(done: int, total: int) -> None:
@@ -520,19 +585,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m worker.demo_trace", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fill = commands.add_parser("load", help="fill the tables of trace_demo")
-    fill.add_argument("--cids", type=_positive, required=True, help="about so many containers")
-    fill.add_argument("--seed", type=int, default=SEED)
-    fill.add_argument("--replace", action="store_true", help="whatever is loaded")
+    cids, seed = _number(1, MOST_CIDS), _number(0, MOST_SEED)
+    fill.add_argument("--cids", type=cids, required=True, help="containers; some more are made")
+    fill.add_argument("--seed", type=seed, default=SEED, help=f"other numbers; {SEED} if left out")
+    there = fill.add_mutually_exclusive_group()
+    there.add_argument("--replace", action="store_true", help="put it in place of what is loaded")
+    there.add_argument("--keep", action="store_true", help="leave what is loaded as it is")
     commands.add_parser("check", help="counts, checksum, planted causes")
     some = commands.add_parser("ids", help="container ids, one a line")
-    some.add_argument("--count", type=_positive, required=True)
+    some.add_argument("--count", type=cids, required=True)
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError("must be a whole number above 0")
-    return int(text)
+def _number(least: int, most: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}")
+        return int(text)
+
+    return number
 
 
 if __name__ == "__main__":

@@ -287,7 +287,7 @@ class Crew:
         """
         self._run("migrations", environ, "migrations", *(["--demo"] if demo else []))
         if demo:
-            load = ["load", "--cids", str(DEMO_CIDS)]
+            load = ["load", "--cids", str(DEMO_CIDS), "--keep"]
             self._run("demo-trace", environ, "worker.demo_trace", *load)
 
     def _run(self, name: str, environ: Mapping[str, str], *command: str) -> None:

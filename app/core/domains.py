@@ -179,30 +179,32 @@ def _written(kind: Kind, value: Any) -> str:  # noqa: ANN401
 # ---- reading rows: JSON for who asks ------------------------------------------------------------
 
 
-def json_rows(domain: Domain, data: bytes, *, first: int = 0, last: int | None = None) -> list[str]:
-    """Return rows `first` to `last` of kept data, each as a JSON object in the order of columns.
+def json_rows(
+    domain: Domain, data: bytes, *, end: str, first: int = 0, last: int | None = None
+) -> str:
+    """Return rows `first` to `last` of kept data as JSON objects with `end` behind each of them.
 
-    What JSON has not is null: NaN and the infinities. So is an empty text; blanks at the end of a
-    text are a CHAR column's padding, and are cut.
+    Columns come in their order. What JSON has not is null: NaN and the infinities. So is an empty
+    text; blanks at the end of a text are a CHAR column's padding, and are cut.
     """
     # All fields in one list and each column a stride of it: a list a row would cost as much again.
     fields = data.decode().replace("\n", "\t").split("\t")
     width, rows = len(domain.columns), data.count(b"\n")
     if len(fields) != rows * width + 1:
         raise ValueError(f"{len(fields) - 1} fields in {rows} rows of {domain.name}")
-    ends = width * (rows if last is None else min(last, rows))
-    shown = (
-        _shown(column, fields[width * first + position : ends : width])
-        for position, column in enumerate(domain.columns)
-    )
-    return ["{" + ",".join(row) + "}" for row in zip(*shown, strict=True)]
-
-
-def _shown(column: Column, values: Sequence[str]) -> Iterable[str]:
-    # Most values of a page stand there many times, and each of them is looked at once.
-    show, name = _SHOWN[column.kind], column.name
-    shown = {value: f'"{name}":{show(value)}' for value in set(values)}
-    return map(shown.__getitem__, values)
+    fields = fields[width * first : width * (rows if last is None else min(last, rows))]
+    for position, column in enumerate(domain.columns):
+        before = ("{" if position == 0 else "") + f'"{column.name}":'
+        behind = "," if position < width - 1 else "}" + end
+        values = fields[position::width]
+        if column.kind is Kind.TIMESTAMP:  # the one kind whose values seldom repeat
+            fields[position::width] = [f"{before}{_timestamp(each)}{behind}" for each in values]
+            continue
+        # Most others stand there many times, and each value is looked at once.
+        show = _SHOWN[column.kind]
+        shown = {each: f"{before}{show(each)}{behind}" for each in set(values)}
+        fields[position::width] = [shown[each] for each in values]
+    return "".join(fields)
 
 
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
@@ -222,15 +224,11 @@ def _number(value: str) -> str:
     return "null" if value in (NULL, "NaN", "Infinity", "-Infinity") else value
 
 
+_NO_TIME = frozenset({NULL, "infinity", "-infinity"})
+
+
 def _timestamp(value: str) -> str:
-    if value in (NULL, "infinity", "-infinity"):
-        return "null"
-    return f'"{value.replace(" ", "T", 1)}:00"'
+    return "null" if value in _NO_TIME else f'"{value.replace(" ", "T", 1)}:00"'
 
 
-_SHOWN = {
-    Kind.TEXT: _text,
-    Kind.INTEGER: _number,
-    Kind.NUMBER: _number,
-    Kind.TIMESTAMP: _timestamp,
-}
+_SHOWN = {Kind.TEXT: _text, Kind.INTEGER: _number, Kind.NUMBER: _number}

@@ -253,11 +253,30 @@ def _quality(name: str, parts: Sequence[Part]) -> dict[str, Any]:
 # ---- answers ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a page as JSON objects, each with the same end behind it."""
+
+    count: int
+    text: str
+
+
 def page_rows(
-    name: str, packed: bytes | None, page: Page, *, first: int = 0, last: int | None = None
-) -> list[str]:
-    """Return rows of a page as JSON objects; raises PageLostError as `unpack` does."""
-    return json_rows(DOMAINS[name], unpack(packed, page), first=first, last=last)
+    name: str,
+    packed: bytes | None,
+    page: Page,
+    *,
+    end: str,
+    first: int = 0,
+    last: int | None = None,
+) -> Rows:
+    """Return rows of a page as JSON; raises PageLostError as `unpack` does."""
+    data = unpack(packed, page)
+    if data.count(b"\n") != page.rows:
+        raise PageLostError
+    text = json_rows(DOMAINS[name], data, end=end, first=first, last=last)
+    count = max(0, min(page.rows, page.rows if last is None else last) - first)
+    return Rows(count, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +286,8 @@ class Whole:
     profile: str
     cid_count: int
     quality: Mapping[str, Any]
-    domains: Mapping[str, Iterator[list[str]]]
+    domains: Mapping[str, Iterator[Rows]]
+    """The rows of each domain, a page at a time, with a comma behind each row."""
 
 
 def body(whole: Whole) -> Iterator[bytes]:
@@ -276,11 +296,12 @@ def body(whole: Whole) -> Iterator[bytes]:
     yield orjson.dumps({**head, "cid_count": whole.cid_count})[:-1] + b',"results":{'
     for position, (name, pages) in enumerate(whole.domains.items()):
         yield f'{"," if position else ""}"{name}":{{"data":['.encode()
-        count = 0
+        count, held = 0, ""
         for rows in pages:
-            yield (("," if count else "") + ",".join(rows)).encode()
-            count += len(rows)
-        yield f'],"count":{count}}}'.encode()
+            yield held.encode()
+            count, held = count + rows.count, rows.text
+        # Behind the last row there is no comma.
+        yield f'{held.removesuffix(",")}],"count":{count}}}'.encode()
     yield b'},"quality":' + orjson.dumps(whole.quality) + b"}"
 
 
@@ -315,8 +336,8 @@ def _keeper(fresh: Mapping[str, list[bytes]]) -> Keep:
     return lambda name, _, packed: fresh[name].append(packed)
 
 
-def _unpacked(name: str, kept: Sequence[tuple[bytes, Page]]) -> Iterator[list[str]]:
-    return (page_rows(name, packed, page) for packed, page in kept)
+def _unpacked(name: str, kept: Sequence[tuple[bytes, Page]]) -> Iterator[Rows]:
+    return (page_rows(name, packed, page, end=",") for packed, page in kept)
 
 
 def _quiet(_: Step) -> None:

@@ -28,7 +28,7 @@ from app.core.live import page_key
 from app.core.model import Caller, Job, JobState, Page, trace_state
 from app.core.store import jobs, traces
 from app.core.store.database import Tx
-from app.core.trace import PAGE_ROWS, PageLostError, Part, Whole, page_rows, quality
+from app.core.trace import PAGE_ROWS, PageLostError, Part, Rows, Whole, page_rows, quality
 
 log = logging.getLogger(__name__)
 
@@ -269,20 +269,22 @@ def rows(ctx: Context, caller: Caller, job_id: str, name: str, *, offset: int, l
     touched = pages[max(0, bisect_right(firsts, offset) - 1) : bisect_right(firsts, ends - 1)]
     if offset >= total:
         touched = []
-    found: list[str] = []
+    found: list[Rows] = []
     for page, packed in zip(touched, _fetch(ctx, result, touched), strict=True):
         bounds = max(0, offset - page.first_row), ends - page.first_row
-        found += _rows(ctx, name, page, packed, *bounds)
+        found.append(_rows(ctx, name, page, packed, ",", bounds))
+    count = sum(rows.count for rows in found)
     head = {
         "domain": name,
         "offset": offset,
         "limit": limit,
-        "count": len(found),
+        "count": count,
         "total": total,
-        "next": ends if ends < total and found else None,
+        "next": ends if ends < total and count else None,
         "quality": result.manifest["quality"],
     }
-    return orjson.dumps(head)[:-1] + b',"data":[' + ",\n".join(found).encode() + b"]}"
+    data = "".join(rows.text for rows in found).removesuffix(",")
+    return b"".join((orjson.dumps(head)[:-1], b',"data":[', data.encode(), b"]}"))
 
 
 def _fetch(ctx: Context, result: _Result, pages: Sequence[_Stored]) -> list[bytes | None]:
@@ -297,12 +299,17 @@ def _fetch(ctx: Context, result: _Result, pages: Sequence[_Stored]) -> list[byte
 
 
 def _rows(
-    ctx: Context, name: str, page: _Stored, packed: bytes | None, first: int, last: int
-) -> list[str]:
+    ctx: Context,
+    name: str,
+    page: _Stored,
+    packed: bytes | None,
+    end: str,
+    bounds: tuple[int, int],
+) -> Rows:
+    first, last = bounds
     try:
-        return page_rows(
-            name, packed, Page(page.rows, page.bytes, page.crc32), first=first, last=last
-        )
+        known = Page(page.rows, page.bytes, page.crc32)
+        return page_rows(name, packed, known, end=end, first=first, last=last)
     except PageLostError as exc:
         _spoil(ctx, page)
         raise ResultExpired("a page of the result is damaged: requeue the job") from exc
@@ -347,18 +354,18 @@ def _stream(ctx: Context, result: _Result, names: Sequence[str]) -> Iterator[byt
 def _stream_domain(ctx: Context, result: _Result, name: str) -> Iterator[bytes]:
     expected, count = result.total(name), 0
     yield _line("domain_start", domain=name, total=expected)
-    for found in _all_rows(ctx, result, name):
-        count += len(found)
-        yield "\n".join([*found, ""]).encode()
+    for found in _all_rows(ctx, result, name, "\n"):
+        count += found.count
+        yield found.text.encode()
     if count != expected:
         raise ResultExpired(f"{count} rows of {name} where the manifest has {expected}")
     yield _line("domain_end", domain=name, count=count)
 
 
-def _all_rows(ctx: Context, result: _Result, name: str) -> Iterator[list[str]]:
+def _all_rows(ctx: Context, result: _Result, name: str, end: str) -> Iterator[Rows]:
     for page in result.pages(name):
         (packed,) = _fetch(ctx, result, [page])
-        yield _rows(ctx, name, page, packed, 0, page.rows)
+        yield _rows(ctx, name, page, packed, end, (0, page.rows))
 
 
 def _line(kind: str, **more: Any) -> bytes:  # noqa: ANN401
@@ -369,7 +376,7 @@ def all_of(ctx: Context, caller: Caller, job_id: str) -> Whole:
     """Return a result to be answered whole; raises as `manifest` does, and while it is read."""
     result = _find(ctx, caller, job_id)
     _fetch(ctx, result, [])
-    domains = {name: _all_rows(ctx, result, name) for name in result.trace.domains}
+    domains = {name: _all_rows(ctx, result, name, ",") for name in result.trace.domains}
     return Whole(result.trace.profile, result.trace.cid_count, result.manifest["quality"], domains)
 
 

@@ -470,7 +470,7 @@ def decoded(domain: Domain, block: Lines) -> list[Row]:
     names = [column.name for column in domain.columns]
     kinds = {column.name: column.kind for column in domain.columns}
     rows: list[Row] = []
-    for line in json_rows(domain, block.data):
+    for line in json_rows(domain, block.data, end="\n").split("\n")[:-1]:
         assert orjson.loads(line) is not None
         row = json.loads(line, parse_float=Decimal)
         assert list(row) == names

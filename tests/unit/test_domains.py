@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.domains import DOMAINS, PROFILES, Column, Domain, Kind, json_rows, rows_of
+from app.core import domains
+from app.core.domains import DOMAINS, PROFILES, Column, Domain, Kind, rows_of
 
 ALL = Domain(
     "all",
@@ -40,6 +41,11 @@ ROWS = st.tuples(
     st.none() | NUMBERS,
     st.none() | TIMES,
 )
+
+
+def json_rows(domain: Domain, data: bytes, **part: Any) -> list[str]:
+    """Return each row by itself."""
+    return domains.json_rows(domain, data, end="\n", **part).split("\n")[:-1]
 
 
 def shown(data: bytes, **part: int) -> list[dict[str, Any]]:

@@ -179,8 +179,8 @@ def test_a_result_is_whole_where_nothing_of_it_failed() -> None:
 
 def test_an_answer_is_one_json_document() -> None:
     pages = {
-        "history": iter([['{"a":1}', '{"a":2}'], ['{"a":3}']]),
-        "holds": iter(list[list[str]]()),
+        "history": iter([trace.Rows(2, '{"a":1},{"a":2},'), trace.Rows(1, '{"a":3},')]),
+        "holds": iter(list[trace.Rows]()),
     }
     whole = trace.Whole("query_tool", 3, {"status": "complete"}, pages)
 
