@@ -43,7 +43,7 @@ ROWS = st.tuples(
 )
 
 
-def json_rows(domain: Domain, data: bytes, **part: Any) -> list[str]:
+def json_rows(domain: Domain, data: bytes, **part: Any) -> list[str]:  # noqa: ANN401
     """Return each row by itself."""
     return domains.json_rows(domain, data, end="\n", **part).split("\n")[:-1]
 
