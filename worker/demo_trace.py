@@ -4,7 +4,7 @@ python -m worker.demo_trace load --cids 5000 [--seed 7] [--replace | --keep]
 python -m worker.demo_trace check             counts of each table, one checksum, the planted causes
 python -m worker.demo_trace ids --count 3000  container ids for a request, one a line
 
-A work order is made whole, so there are somewhat more containers than asked for: 5,008 for 5,000.
+A work order is made whole, so there are somewhat more containers than asked for: 5,017 for 5,000.
 What is loaded stays, unless --replace is said: other numbers end with 1, with --keep with 0.
 """
 
@@ -244,7 +244,8 @@ class _Plant:
         ended = began + self.between(30, 270)
         lot.is_bad = lot.is_bad or name == BAD_BONDER
         for material in step.materials:
-            self.consume(lot, step, name, material, began)
+            for _ in range(1 + self.chance(0.12)):  # now and then one lot of it is used up
+                self.consume(lot, step, name, material, began)
         self.track(lot, step, (machine, name), (moved_in, began, ended))
         if self.chance(0.45):  # a checkpoint: no machine
             self.event(
@@ -252,7 +253,7 @@ class _Plant:
                 *(lot.id, lot.order, step.work_center, step.spec, None, None, at(moved_in)),
                 *(lot.qty, None, None, None, None, at(moved_in + 1), lot.qty, None),
             )
-        if self.chance(0.25):
+        if self.chance(0.235):
             self.lose(lot, step, name, ended)
         if self.chance(0.006):
             self.hold(lot, step, ended)
@@ -263,7 +264,7 @@ class _Plant:
         self, lot: _Lot, step: Step, machine: tuple[str, str], minutes: tuple[int, int, int]
     ) -> None:
         moved_in, began, ended = minutes
-        parts, left = self.between(1, 2) + self.chance(0.2), lot.qty
+        parts, left = 1 + self.chance(0.13), lot.qty
         for part in range(1, parts + 1):
             out = left if part == parts else left * self.between(30, 70) // 100
             tracked_out = at(began + (ended - began) * part // parts)
@@ -323,7 +324,7 @@ class _Plant:
         recent = self._recent.setdefault(machine[0], [])
         if lot.id not in recent:
             recent.append(lot.id)
-        del recent[:-4]
+        del recent[:-3]
         if not self.chance(0.006 * 4):
             return
         job = f"JOB{next(self._jobs):07}"

@@ -19,16 +19,16 @@ from tests.processes import ROOT, StartProcess, wait_for
 from worker import demo_trace
 from worker.demo_trace import BAD_BONDER, BAD_COMPOUND, DemoTraceError
 
-CHECKSUM = "c052ecd44ceacf08"
+CHECKSUM = "2b52523bfa318376"
 COUNTS = {
-    "container": 5008,
-    "lot_wip_history": 63238,
-    "lot_materials_history": 17674,
-    "lot_reject_history": 15007,
+    "container": 5017,
+    "lot_wip_history": 46761,
+    "lot_materials_history": 19759,
+    "lot_reject_history": 13954,
     "hold_release_history": 180,
-    "equipment_job": 637,
-    "equipment_job_container": 2527,
-    "combined_assy_lot": 3607,
+    "equipment_job": 679,
+    "equipment_job_container": 2029,
+    "combined_assy_lot": 3606,
     "spec_workcenter": 11,
 }
 SMALL = 100
