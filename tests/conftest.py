@@ -185,6 +185,8 @@ def start_api(start_process: StartProcess) -> StartApi:
         bind = f"127.0.0.1:{free_port()}"
         gunicorn = ["gunicorn", "app.web:create_app()", "--bind", bind, "--no-control-socket"]
         options = ["--worker-class", "gthread", "--threads", "16", "--graceful-timeout", "2"]
+        # Longer than a client of these tests rests: what is closed under a request is reset.
+        options += ["--keep-alive", "75"]
         running = start_process(*gunicorn, *options, **more)
         processes.wait_for(lambda: _answers(f"http://{bind}/livez", running), 30)
         return f"http://{bind}"

@@ -1,6 +1,7 @@
 """Runs a module of ours in a memory cgroup: python -m tests.limited GROUP MODULE [ARGUMENT…]."""
 
 import os
+import signal
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.processes import wait_for
 
 ROOT = Path("/sys/fs/cgroup")
 
@@ -32,6 +35,15 @@ class MemoryGroup:
         [peak] = [self.path / name for name in names if (self.path / name).exists()]
         return int(peak.read_text("ascii"))
 
+    def remove(self) -> bool:
+        """Kill whoever is left in it, and remove it; return whether that was possible yet."""
+        for pid in (self.path / "cgroup.procs").read_text("ascii").split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        with suppress(OSError):
+            self.path.rmdir()
+        return not self.path.exists()
+
 
 @contextmanager
 def open_group(limit_bytes: int) -> Generator[MemoryGroup]:
@@ -48,10 +60,11 @@ def open_group(limit_bytes: int) -> Generator[MemoryGroup]:
         with suppress(OSError):
             path.rmdir()
         pytest.skip(f"no memory cgroup can be made here: {exc}")
+    group = MemoryGroup(path)
     try:
-        yield MemoryGroup(path)
+        yield group
     finally:
-        path.rmdir()
+        wait_for(group.remove, 30)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tests.conftest import free_port
 from tests.faults.redis_alone import open_redis
 from tests.faults.stage import state_of
 from tests.limited import open_group
-from tests.processes import ROOT, Running, StartProcess, wait_for
+from tests.processes import ROOT, Running, StartApi, StartProcess, wait_for
 from tests.traces import IDS
 
 QUEUE = "trace-events"
@@ -55,8 +55,24 @@ SECONDS = 60.0
 """Much longer than anything takes."""
 
 LIMIT_BYTES = 256 * 2**20
-TIMES = 5
-"""Each row so often: some 350,000 rows, which take more than a gigabyte as dicts."""
+TIMES = 7
+"""Each row so often: some 370,000 rows, which take more than a gigabyte as dicts."""
+
+WITHOUT_END = """
+local found = {}
+for _, key in ipairs(redis.call('KEYS', 'trace:*')) do
+    if redis.call('PTTL', key) == -1 then table.insert(found, key) end
+end
+return found
+"""
+ENDS = """
+local found = {}
+for _, key in ipairs(redis.call('KEYS', 'trace:job:*:result:*')) do
+    table.insert(found, redis.call('PTTL', key))
+end
+return found
+"""
+"""Before version 7 the clock goes on in a script: equal ends are seen so in nearly every look."""
 
 FROM_HISTORY, FROM_MATERIALS = "trace_demo.lot_wip_history h", "trace_demo.lot_materials_history m"
 
@@ -217,6 +233,8 @@ def test_a_horse_killed_twice_in_a_segment_fails_the_job_and_the_button_gives_al
     assert "signal 9" in error["sample"]
     assert stage.errors(job_id) == [(3, "killed"), (3, "killed")]
     assert stage.result(job_id).code == "job_failed"
+    failed = stage.door.get(f"/rq/0/data/jobs/{QUEUE}/failed/8/asc/1.json").json["jobs"]
+    assert {f"{job_id}-1"} <= {bell["id"] for bell in failed}
 
     pressed = stage.door.ask(
         "POST", f"/rq/job/{job_id}-1/requeue", {"X-Requested-With": "XMLHttpRequest"}
@@ -259,7 +277,7 @@ def test_a_horse_stopped_longer_than_its_lease_changes_nothing_when_it_wakes(sta
     keys = page_keys(stage)
 
     os.kill(horse, signal.SIGCONT)
-    wait_for(lambda: "the lease was lost" in worker.said or horse not in worker.children, SECONDS)
+    wait_for(lambda: "the lease was lost" in worker.said, SECONDS)
 
     assert body["state"] == "completed"
     assert stage.errors(job_id) == [(2, "lease_expired")]
@@ -320,9 +338,39 @@ def test_an_emptied_redis_costs_time_and_results_but_no_rows(stage: Stage) -> No
     stage.check_whole(job_id, ids)
 
 
-def test_a_redis_that_is_nearly_full_makes_the_job_wait(
-    trace_environ: dict[str, str], start_process: StartProcess
-) -> None:
+@dataclass
+class Full:
+    """A stage on a Redis of its own, which may have no room."""
+
+    stage: Stage
+    client: redis.Redis
+    database_url: str
+
+    def room(self, size_bytes: int) -> None:
+        """Limit what it holds; 0 is no limit."""
+        self.client.config_set("maxmemory", size_bytes)
+
+    def pressure(self, job_id: str) -> str:
+        """Wait until the job waits for room, and return what it says of that."""
+        found = wait_for(lambda: waits_for(self.stage, job_id, "memory_pressure"), SECONDS)
+        assert found
+        return found
+
+    def let_time_pass(self) -> None:
+        """Have the job due that waits."""
+        with psycopg.connect(self.database_url) as connection:
+            connection.execute("UPDATE holdfast.trace_jobs SET next_attempt_at = now()")
+
+    def check_that_it_only_waited(self, job_id: str, ids: list[str]) -> None:
+        """Check that no reading was charged or called a failure."""
+        assert self.stage.wait_until_final(job_id)["state"] == "completed"
+        assert [item["attempts"] for item in self.stage.door.items(job_id)] == [1, 1, 1]
+        assert self.stage.errors(job_id) == []
+        self.stage.check_whole(job_id, ids)
+
+
+@pytest.fixture
+def full(trace_environ: dict[str, str], start_process: StartProcess) -> Iterator[Full]:
     with open_redis(free_port()) as alone, redis.Redis.from_url(alone.url) as client:
         environ = {**trace_environ, "REDIS_URL": alone.url}
 
@@ -330,29 +378,86 @@ def test_a_redis_that_is_nearly_full_makes_the_job_wait(
             return start_process(*arguments, **{"REDIS_URL": alone.url, **more})
 
         with open_stage(environ, start) as stage:
-            client.mset({f"ballast {number}": bytes(10_000) for number in range(3000)})
-            client.close()  # and with it the memory that so large a command took
-            used = int(client.info("memory")["used_memory"])
-            client.config_set("maxmemory", used * 100 // 85)
-            ids = stage.ids(300)
-            job_id = stage.post(ids)
-            stage.start_worker()
-            stage.start_sweeper()
-            reason = wait_for(lambda: waits_for(stage, job_id, "memory_pressure"), SECONDS)
-            assert reason
-            assert "Redis is nearly full" in reason
+            yield Full(stage, client, environ["DATABASE_URL"])
 
-            client.config_set("maxmemory", 0)
-            with psycopg.connect(environ["DATABASE_URL"]) as connection:  # time passes
-                connection.execute("UPDATE holdfast.trace_jobs SET next_attempt_at = now()")
-            assert stage.wait_until_final(job_id)["state"] == "completed"
-            assert [item["attempts"] for item in stage.door.items(job_id)] == [1, 1, 1]
-            stage.check_whole(job_id, ids)
+
+def test_a_redis_that_is_nearly_full_makes_the_job_wait(full: Full) -> None:
+    stage, client = full.stage, full.client
+    client.mset({f"ballast {number}": bytes(10_000) for number in range(3000)})
+    client.close()  # and with it the memory that so large a command took
+    full.room(int(client.info("memory")["used_memory"]) * 100 // 85)
+    ids = stage.ids(300)
+    job_id = stage.post(ids)
+    stage.start_worker()
+    stage.start_sweeper()
+    assert "Redis is nearly full" in full.pressure(job_id)
+
+    full.room(0)
+    full.let_time_pass()
+
+    full.check_that_it_only_waited(job_id, ids)
+
+
+def test_a_redis_that_has_no_room_for_a_page_makes_the_job_wait(full: Full) -> None:
+    stage = full.stage
+    ids = stage.ids(300)
+    worker = stage.start_worker()
+    stage.start_sweeper()
+    with stage.closed(sorted(ids)[100]):
+        job_id = stage.post(ids)
+        stage.stuck(worker)
+        pages = page_keys(stage)
+        full.room(1)  # byte: whatever is written is refused
+    full.pressure(job_id)
+    assert page_keys(stage) == pages
+    assert pages, "void: there was no page"
+
+    full.room(0)
+    full.let_time_pass()
+
+    full.check_that_it_only_waited(job_id, ids)
 
 
 def waits_for(stage: Stage, job_id: str, reason: str) -> str | None:
     waiting = stage.door.job(job_id)["waiting"]
     return str(waiting["detail"]) if waiting and waiting["reason"] == reason else None
+
+
+def test_no_key_is_ever_without_an_end_and_the_pages_go_together(
+    trace_environ: dict[str, str], start_process: StartProcess, start_api: StartApi
+) -> None:
+    trace_environ["TRACE_JOB_TTL_SECONDS"] = "3"
+    with (
+        open_stage(trace_environ, start_process) as stage,
+        httpx.Client(base_url=start_api(), trust_env=False, timeout=30) as client,
+        redis.Redis.from_url(stage.redis_url) as link,
+    ):
+        stage.door = Door(client, None)
+        ids = stage.ids(500)
+        worker = stage.start_worker()
+        stage.start_sweeper()
+
+        def is_final(job_id: str) -> bool:
+            assert link.eval(WITHOUT_END, 0) == []
+            return stage.door.job(job_id)["state"] in FINAL
+
+        with stage.closed(sorted(ids)[200]):
+            job_id = stage.post(ids)
+            stage.stuck(worker)
+            assert not is_final(job_id)
+            assert page_keys(stage), "void: there was no page"
+        wait_for(lambda: is_final(job_id), SECONDS)
+        ends: list[list[int]] = []
+
+        def are_gone() -> bool:
+            ends.append(link.eval(ENDS, 0))
+            return not ends[-1]
+
+        wait_for(are_gone, SECONDS)
+        assert {len(found) for found in ends} == {10, 0}, "void, where there is 0 alone"
+        assert any(len(set(found)) == 1 for found in ends)
+        assert stage.result(job_id).code == "result_expired"
+        assert stage.door.job(job_id)["state"] == "completed"
 
 
 # ---- the source

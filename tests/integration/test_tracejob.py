@@ -41,7 +41,7 @@ local found = {}
 for position, key in ipairs(KEYS) do found[position] = redis.call('PTTL', key) end
 return found
 """
-"""Inside a script the time stands still."""
+"""All at one moment, but for the millisecond: before version 7 its clock goes on in a script."""
 
 
 @pytest.fixture
@@ -204,9 +204,9 @@ def test_every_page_has_a_ttl_at_any_time_and_all_end_together(mill: TraceMill) 
 
     mill.drain(job_id, hook=look)
 
-    ends = set(mill.ctx.link.eval(TTLS, 6, *mill.page_keys()))
+    ends = mill.ctx.link.eval(TTLS, 6, *mill.page_keys())
     assert len(mill.page_keys()) == 6
-    assert len(ends) == 1
+    assert max(ends) - min(ends) <= 1
     left = mill.ctx.link.ttl(mill.page_keys()[0])
     assert mill.settings.trace_job_ttl_seconds - 30 < left <= mill.settings.trace_job_ttl_seconds
 
