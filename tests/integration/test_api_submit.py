@@ -542,10 +542,10 @@ def test_a_key_that_cannot_be_kept_is_refused(ground: Ground, door: Door, key: s
 
 def test_fifty_posts_at_once_with_one_key_make_one_job(ground: Ground, served: Served) -> None:
     batch = ground.new_items("one", "two", "three")
-    door, start = served.door(ground.door().key), Barrier(50)
+    key, start = ground.door().key, Barrier(50)
     before = ground.sizes()
 
-    def accepted() -> Answer | None:
+    def accepted(door: Door) -> Answer | None:
         answer = door.post(batch, "", KEY)
         if answer.status == 409:
             assert answer.code == "idempotency_in_progress"
@@ -554,8 +554,11 @@ def test_fifty_posts_at_once_with_one_key_make_one_job(ground: Ground, served: S
         return answer
 
     def post(_: int) -> Answer:
+        door = served.door(
+            key
+        )  # a client for each: one pool of fifty threads closes the wrong socket
         start.wait()
-        found = wait_for(accepted, 60)
+        found = wait_for(lambda: accepted(door), 60)
         assert found
         return found
 
