@@ -21,6 +21,7 @@ from app.core.errors import (
 from app.core.model import JobState
 from app.core.requeue import Why
 from app.core.store import jobs, traces
+from tests.processes import wait_for
 from tests.traces import CALLER, LOOKUP, Hook, TraceMill, open_trace_mill
 from worker.sweep import cleanup
 
@@ -41,7 +42,7 @@ local found = {}
 for position, key in ipairs(KEYS) do found[position] = redis.call('PTTL', key) end
 return found
 """
-"""All at one moment, but for the millisecond: before version 7 its clock goes on in a script."""
+"""Before version 7 the clock goes on in a script: equal ends are seen so in nearly every look."""
 
 
 @pytest.fixture
@@ -204,9 +205,9 @@ def test_every_page_has_a_ttl_at_any_time_and_all_end_together(mill: TraceMill) 
 
     mill.drain(job_id, hook=look)
 
-    ends = mill.ctx.link.eval(TTLS, 6, *mill.page_keys())
-    assert len(mill.page_keys()) == 6
-    assert max(ends) - min(ends) <= 1
+    keys = mill.page_keys()
+    assert len(keys) == 6
+    wait_for(lambda: len(set(mill.ctx.link.eval(TTLS, 6, *keys))) == 1)
     left = mill.ctx.link.ttl(mill.page_keys()[0])
     assert mill.settings.trace_job_ttl_seconds - 30 < left <= mill.settings.trace_job_ttl_seconds
 
