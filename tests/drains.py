@@ -42,6 +42,7 @@ EMPTY = """
 DELETE FROM public.embedding_retry_queue; DELETE FROM holdfast.job_items;
 DELETE FROM holdfast.job_counts; DELETE FROM holdfast.jobs; DELETE FROM holdfast.item_attempts;
 DELETE FROM holdfast.backends; DELETE FROM holdfast.slices; DELETE FROM holdfast.processes;
+DELETE FROM holdfast.incidents; DELETE FROM holdfast.canaries;
 DELETE FROM holdfast.requeues; DELETE FROM ai_insights; DELETE FROM conversations
 """
 
@@ -112,7 +113,14 @@ class Mill:
 
     # ---- what is done
 
-    def submit(self, *texts: str, first: int = 1, table: str = TARGET, **options: Any) -> str:  # noqa: ANN401 - of a batch
+    def submit(
+        self,
+        *texts: str,
+        first: int = 1,
+        table: str = TARGET,
+        client: str = CALLER.client,
+        **options: Any,  # noqa: ANN401 - of a batch
+    ) -> str:
         """Submit texts for rows of a target table, which are made where they are missing."""
         ids = range(first, first + len(texts))
         insert = f"""INSERT INTO {table} (id, body) SELECT unnest(%(ids)s::bigint[]), ''
@@ -123,7 +131,8 @@ class Mill:
             for number, text in zip(ids, texts, strict=True)
         ]
         incoming = submission.Incoming(BatchOptions(**options), values)
-        return submission.submit(self.ctx, CALLER, incoming).job_id
+        caller = replace(CALLER, client=client)
+        return submission.submit(self.ctx, caller, incoming).job_id
 
     @contextmanager
     def horse(

@@ -155,6 +155,11 @@ def nulls(vector: list[float]) -> object:
     return [None] * len(vector)
 
 
+def ones(vector: list[float]) -> object:
+    """Give every text the same vector."""
+    return [1.0] * len(vector)
+
+
 def strings(vector: list[float]) -> object:
     """Give a last element that is no number."""
     return [*vector[:-1], str(vector[-1])]
@@ -199,7 +204,7 @@ class Fake:
     """The backend. Use it as a context manager, or close() it.
 
     `lanes` is how many requests it works on at once, each for `seconds_per_item` an item, whether
-    or not the client still listens. `constant` answers every text with the same vector, from bytes
+    or not the client still listens. `constant` answers by a text's place in its call, from bytes
     made once, and remembers no texts: for benchmarks.
     """
 
@@ -478,7 +483,8 @@ class Fake:
             return self._embedded(request, reply.bend)
         key = (request.route, request.model, len(request.texts))
         if key not in self._bodies:
-            same = replace(request, texts=("",) * key[2])
+            places = tuple(map(str, range(key[2])))
+            same = replace(request, texts=places)
             self._bodies[key] = self._embedded(same, embedding(_as_go_writes_it))
         return self._bodies[key]
 

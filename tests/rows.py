@@ -67,6 +67,8 @@ DELETE FROM holdfast.api_keys;
 DELETE FROM holdfast.requeues;
 DELETE FROM holdfast.processes;
 DELETE FROM holdfast.backends;
+DELETE FROM holdfast.incidents;
+DELETE FROM holdfast.canaries;
 DELETE FROM holdfast.slices;
 """
 

@@ -12,7 +12,7 @@ from app.core.context import Context, open_context
 from app.core.errors import HoldfastError, RequestError
 from app.core.keys import SCOPES, hash_of, new_key
 from app.core.model import Caller, is_trace
-from app.core.store import clients, targets
+from app.core.store import clients, fleet, targets
 from app.core.store.targets import NewTarget
 
 OPERATOR = Caller("operator", frozenset({"admin"}))
@@ -46,10 +46,20 @@ def add_parsers(commands: Any) -> None:  # noqa: ANN401 - argparse has no public
         act=list_targets
     )
 
+    _add_backend_parsers(commands)
+
     again = commands.add_parser("requeue", help="give a job's failed items another try")
     again.add_argument("job_id")
     again.add_argument("--reason")
     again.set_defaults(act=requeue_job)
+
+
+def _add_backend_parsers(commands: Any) -> None:  # noqa: ANN401
+    backends = commands.add_parser("backends", help="embedders and their models")
+    backend = backends.add_subparsers(dest="what", required=True)
+    accept = backend.add_parser("accept", help="a model that changed behind its name is wanted so")
+    accept.add_argument("model")
+    accept.set_defaults(act=accept_model)
 
 
 def run(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -157,6 +167,17 @@ def list_targets(ctx: Context, arguments: argparse.Namespace) -> int:
             )
     _print_table(lines)
     return 0 if is_well else 1
+
+
+def accept_model(ctx: Context, arguments: argparse.Namespace) -> int:
+    """Forget how a model answered the canary: its next answer is the one to compare with."""
+    with ctx.database.transaction() as tx:
+        forgotten = fleet.forget_canary(tx, arguments.model)
+    if not forgotten:
+        print("no canary of this model was kept; see EMBEDDER_CANARY", file=sys.stderr)
+        return 1
+    print(f"{arguments.model}: accepted; a pause ends with its next try")
+    return 0
 
 
 def requeue_job(ctx: Context, arguments: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """Calls to the backend: what goes together, when it may go, and whose fault it is if it fails."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -15,7 +16,15 @@ from app.core.errors import (
     RequestFault,
     WorkError,
 )
-from app.core.model import PAUSE_CAP_SECONDS, Claim, Target, backoff, check_vectors
+from app.core.model import (
+    PAUSE_CAP_SECONDS,
+    Claim,
+    Target,
+    are_alike,
+    backoff,
+    check_vectors,
+    cosine,
+)
 from app.core.store import fleet, targets
 from app.core.store.database import Tx
 from worker.runtime import Horse
@@ -24,6 +33,12 @@ log = logging.getLogger(__name__)
 
 CONTROL_TEXT = "ok"
 """A harmless text: what fails for it too is the backend's fault, never a text's."""
+
+CONTRAST_TEXTS = ("The oven is cold.", "17 + 4 = 21")
+"""Harmless texts that no model gives one vector; no more than any call that was found alike."""
+
+CANARY_COSINE = 0.98
+"""Less than this is another model: what another machine or precision changes stays above 0.99."""
 
 SLICE_SECONDS = 2.5
 """How long a slice should take: long enough to be cheap, short enough to take turns and to stop."""
@@ -73,6 +88,7 @@ class Calls:
         self.loaded: set[str] = set()
         self.noted: set[str] = set()
         self.control: dict[str, WorkError | None] = {}
+        self.tells_apart: set[str] = set()
         self.halted: set[str] = set()
         self.call_seconds = 0.0
         self.ends = time.monotonic() + self.ctx.bell_seconds - SETTLE_SECONDS
@@ -80,6 +96,7 @@ class Calls:
     def begin_slice(self, tx: Tx) -> set[str]:
         """Look at the backends anew; return the models that are paused, tried again or not."""
         self.control.clear()
+        self.tells_apart.clear()
         self.halted.clear()
         self.backends = fleet.backends(tx, self.horse.backend)
         paused = {model for model, each in self.backends.items() if each.paused_since}
@@ -150,6 +167,17 @@ class Calls:
 
         Raises _NoTimeLeft where the call could outlive the bell.
         """
+        self._check_canary(model)
+        known = self.backends.get(model)
+        if known and known.paused_since and known.error_class == ErrorClass.BAD_ANSWER:
+            self._check_contrast(model)  # one text, with which a backend is tried, tells too little
+        vectors = self._ask(model, texts)
+        if are_alike(texts, vectors):
+            self._check_contrast(model)
+            raise AnswerFault(f"the same vector for {len(set(texts))} different texts")
+        return vectors
+
+    def _ask(self, model: str, texts: Sequence[str]) -> list[list[float]]:
         seconds = self._seconds(model)
         with self._turn_to_call(self._seconds_left() - seconds):
             began = time.monotonic()
@@ -158,6 +186,46 @@ class Calls:
         check_vectors(vectors, count=len(texts), dimension=self._dimension(model))
         self.loaded.add(model)
         return vectors
+
+    def _check_contrast(self, model: str) -> None:
+        """Raise BackendFault where the backend gives one vector to texts with nothing in common.
+
+        Asked once a slice. Else the texts are alike to the model, or the backend mixes up large
+        calls: halving tells.
+        """
+        if model in self.tells_apart:
+            return
+        if are_alike(CONTRAST_TEXTS, self._ask_harmless(model, CONTRAST_TEXTS)):
+            raise BackendFault(ErrorClass.BAD_ANSWER, "it gives every text the same vector")
+        self.tells_apart.add(model)
+
+    def _check_canary(self, model: str) -> None:
+        """Raise BackendFault where the model is no longer the one that first answered to its name.
+
+        Asked at the first call after a start, a pause, or some minutes.
+        """
+        text = self.ctx.settings.embedder_canary
+        if not text or self._is_loaded(model):
+            return
+        [vector] = self._ask_harmless(model, [text])
+        text_hash = hashlib.sha256(text.encode()).digest()
+        with self.ctx.database.transaction() as tx:
+            kept = fleet.canary(tx, model, text_hash, vector)
+        found = cosine(vector, kept)
+        if found < CANARY_COSINE:
+            message = (
+                f"the model behind this name has changed: the canary's cosine is {found:.3f};"
+                f" if that is wanted: python -m worker backends accept {model}"
+            )
+            raise BackendFault(ErrorClass.BAD_CONFIG, message)
+
+    def _ask_harmless(self, model: str, texts: Sequence[str]) -> list[list[float]]:
+        """Ask for vectors of harmless texts: what fails for them is the backend's fault."""
+        try:
+            return self._ask(model, texts)
+        except (RequestFault, AnswerFault) as fault:
+            message = f"{fault.message} (for a harmless text)"
+            raise BackendFault(fault.error_class, message) from fault
 
     @contextmanager
     def _turn_to_call(self, seconds: float) -> Generator[None]:
@@ -175,10 +243,13 @@ class Calls:
 
     def _seconds(self, model: str) -> float:
         settings = self.ctx.settings
-        known = self.backends.get(model)
-        if model in self.loaded or (known and known.is_warm):
+        if self._is_loaded(model):
             return settings.embedder_timeout_seconds
         return max(settings.embedder_load_seconds, settings.embedder_timeout_seconds)
+
+    def _is_loaded(self, model: str) -> bool:
+        known = self.backends.get(model)
+        return model in self.loaded or bool(known and known.is_warm)
 
     def _seconds_left(self) -> float:
         return self.ends - time.monotonic()

@@ -28,7 +28,8 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegist
 from rq.timeouts import HorseMonitorTimeoutException
 from rq.utils import now
 
-from app.core.bells import BellJob, BellQueue, job_of
+from app.core.bells import BellJob, BellQueue, Bells, job_of
+from app.core.checks import warn_of_eviction
 from app.core.config import Settings
 from app.core.errors import ErrorClass, StoreUnavailable
 from app.core.link import Link, connect
@@ -245,6 +246,7 @@ class HoldfastWorker(Worker):
     def bootstrap(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - handed on
         """Register with RQ, then in Postgres: from here on bells are heard."""
         super().bootstrap(*args, **options)
+        warn_of_eviction(Bells(self.connection))
         self._beat()
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:  # noqa: ANN401

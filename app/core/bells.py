@@ -35,6 +35,14 @@ BELL = re.compile(r"((?:emb|trace-evt)-[A-Za-z0-9]{8,64})-[0-9]{1,19}")
 BELL_BYTES = 1024
 """More than the data of any bell, packed or not."""
 
+MOVE = """
+if redis.call('LREM', KEYS[1], -1, ARGV[1]) == 1
+   and redis.call('LINSERT', KEYS[1], 'AFTER', ARGV[2], ARGV[1]) < 1 then
+    redis.call('RPUSH', KEYS[1], ARGV[1])
+end
+"""
+"""Nothing where a worker has taken the bell meanwhile."""
+
 DAY_SECONDS = 86400
 HIGHEST_RUN = 2**31
 
@@ -218,6 +226,17 @@ class Bells:
         except DuplicateJobError:
             return
 
+    def first_waiting(self, queue: str, *, limit: int) -> list[str]:
+        """Return the ids of the first bells that wait in a queue."""
+        with translated():
+            ids = cast("list[bytes]", self._redis.lrange(self._queue(queue).key, 0, limit - 1))
+        return [_text(bell) for bell in ids]
+
+    def move(self, queue: str, bell: str, *, behind: str) -> None:
+        """Move a bell that waits forward, behind another; to the end where that is gone."""
+        with translated():
+            self._redis.eval(MOVE, 1, self._queue(queue).key, bell, behind)
+
     def waiting(self, queue: str) -> list[str]:
         """Return the job id of every bell that waits in a queue, first one first."""
         with translated():
@@ -254,9 +273,11 @@ class Bells:
         """Return what a health check says of Redis: version, policy, run id."""
         with translated():
             info: dict[str, Any] = self._redis.info()
+        policy = str(info.get("maxmemory_policy"))
         return {
             "version": str(info.get("redis_version")),
-            "policy": str(info.get("maxmemory_policy")),
+            "policy": policy,
+            "evicts": policy not in ("noeviction", "None"),
             "persistent": bool(info.get("aof_enabled")),
             "run_id": str(info.get("run_id")),
         }

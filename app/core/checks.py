@@ -1,16 +1,23 @@
 """Preflight: whether work is accepted, whether it gets done, and what stands in the way."""
 
+import logging
 import re
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
+from app.core.bells import Bells
 from app.core.context import Context
-from app.core.errors import BellsUnavailable, StoreUnavailable
-from app.core.model import EMBEDDINGS
+from app.core.errors import BellsUnavailable, Fault, InvalidRequest, StoreUnavailable
+from app.core.model import EMBEDDINGS, Caller
 from app.core.store import fleet, schema, targets
 from app.core.store.database import Tx
 
+log = logging.getLogger(__name__)
+
 OLDEST_REDIS = (6, 2)
+CURSOR = re.compile(r"(open|[0-9T:.-]{10,26}\+00:00)~([0-9]{1,18})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +78,21 @@ def redis_faults(ctx: Context) -> list[str]:
     version = tuple(int(part) for part in re.findall(r"\d+", facts["version"])[:2])
     if version < OLDEST_REDIS:
         faults.append("redis_version")
-    if facts["policy"] not in ("noeviction", "None"):
+    if facts["evicts"]:
         faults.append("redis_policy")
     return faults
+
+
+def warn_of_eviction(bells: Bells) -> None:
+    """Say in the log, at the start of a process, where Redis may throw keys away."""
+    with suppress(BellsUnavailable):  # whoever needs it says so
+        facts = bells.facts()
+        if facts["evicts"]:
+            log.warning(
+                "Redis may throw away bells and results: set maxmemory-policy noeviction, not %s",
+                facts["policy"],
+                extra={"event": "redis_policy"},
+            )
 
 
 def health(ctx: Context) -> Seen:
@@ -120,3 +139,42 @@ def _redis(ctx: Context) -> dict[str, Any]:
         "policy": facts["policy"],
         "persistent": facts["persistent"],
     }
+
+
+# ---- outages ------------------------------------------------------------------------------------
+
+
+def incidents(ctx: Context, caller: Caller, *, cursor: str | None, limit: int) -> dict[str, Any]:
+    """Return the outages of the backend, one line each; whoever is no admin, of their own items.
+
+    Raises InvalidRequest where the cursor is none that a list gave.
+    """
+    before_at, before_id = _cursor(cursor)
+    client = None if caller.is_admin else caller.client
+    wanted = fleet.IncidentFilter(ctx.settings.embedder, client, before_at, before_id)
+    with ctx.database.transaction() as tx:
+        found = fleet.incidents(tx, wanted, limit=limit)
+    last = found[-1] if len(found) == limit else None
+    next_cursor = f"{last.until.isoformat() if last.until else 'open'}~{last.id}" if last else None
+    return {"incidents": [_incident(each) for each in found], "next": next_cursor}
+
+
+def _incident(found: fleet.Incident) -> dict[str, Any]:
+    # An outage gives items back as they were; what is not final waits, so none is ever lost by it.
+    shown = {**asdict(found), "items_lost": 0}
+    del shown["id"]
+    return shown
+
+
+def _cursor(text: str | None) -> tuple[datetime | None, int | None]:
+    if text is None:
+        return None, None
+    found = CURSOR.fullmatch(text.replace(" ", "+"))  # what a URL makes of a bare +
+    try:
+        if found:
+            at = None if found[1] == "open" else datetime.fromisoformat(found[1])
+            return at, int(found[2])
+    except ValueError:  # the 31st of February
+        pass
+    message = "must be one that a list gave"
+    raise InvalidRequest(f"cursor: {message}", faults=[Fault("wrong_form", message, "cursor")])

@@ -67,6 +67,10 @@ class Settings:
         least=1,
         most=10000000,
     )
+    embedder_canary: str = setting(
+        "",
+        "A text whose vector each model must go on giving, or its backend is paused; empty: none.",
+    )
     embedding_model: str = setting(
         "bge-m3:latest", "Model of targets that are registered without one."
     )
@@ -98,6 +102,9 @@ class Settings:
     )
     queue_max_per_client: int = setting(
         2000000, "Open items that one client may have before a POST is 429.", least=1, most=10**9
+    )
+    queue_max_bytes_per_client: int = setting(
+        4 * 2**30, "Bytes of text that it may have open, the same.", least=1024, most=2**50
     )
     queue_project: str = setting("", "A worker with this set serves `embeddings-<project>` only.")
     enable_queue_worker: bool = setting(

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -305,6 +306,25 @@ def check_vectors(vectors: Sequence[Sequence[float]], *, count: int, dimension: 
             raise AnswerFault(f"vector {position + 1} of {count}: {problem}")
 
 
+def are_alike(texts: Sequence[str], vectors: Sequence[Sequence[float]]) -> bool:
+    """Whether different texts were all given the very same vector.
+
+    That may be right: a model need not tell upper case from lower, or one space from two.
+    """
+    return all(vector == vectors[0] for vector in vectors) and len(set(texts)) > 1
+
+
+def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the cosine of two vectors that check_vectors let through; 0 where they differ in size.
+
+    1 is the same direction.
+    """
+    if len(one) != len(other):
+        return 0.0
+    product = math.fsum(a * b for a, b in zip(one, other, strict=True))
+    return product / (math.hypot(*one) * math.hypot(*other))
+
+
 def _vector_problem(vector: Sequence[float], dimension: int) -> str | None:
     if not isinstance(vector, list):
         return "not a list of numbers"
@@ -356,6 +376,21 @@ def is_trace(job_id: str) -> bool:
 def bells_wanted(due: int, *, items_per_bell: int, most: int) -> int:
     """Return how many bells should ring for so many due items."""
     return min(most, math.ceil(due / items_per_bell))
+
+
+def place_in_line(waiting: Sequence[str], mine: str) -> int | None:
+    """Return behind which of the bells that wait a new one goes, by their clients; None: the last.
+
+    Clients take turns: the n-th bell of one goes behind everybody's n-th and before any next one.
+    """
+    nth = waiting.count(mine) + 1
+    seen: Counter[str] = Counter()
+    behind: int | None = None
+    for place, client in enumerate(waiting):
+        seen[client] += 1
+        if seen[client] <= nth:
+            behind = place
+    return None if behind == len(waiting) - 1 else behind
 
 
 def queue_for(project: str, served: frozenset[str]) -> str:

@@ -1,13 +1,18 @@
 """Ringing: numbers are taken in Postgres and committed, then the bells are pushed."""
 
 import logging
+from contextlib import suppress
 
+from app.core.bells import BELL, job_of
 from app.core.context import Context
-from app.core.errors import BellsUnavailable
-from app.core.model import Rings, bells_wanted, is_trace, queue_for
+from app.core.errors import BellsUnavailable, StoreUnavailable
+from app.core.model import Rings, bells_wanted, is_trace, place_in_line, queue_for
 from app.core.store import fleet, jobs
 
 log = logging.getLogger(__name__)
+
+LOOK_BELLS = 200
+"""How far into a queue a new bell looks for its turn; behind that it goes to the end."""
 
 
 def ring(ctx: Context, job_id: str, *, bells: int, by: str) -> int:
@@ -41,5 +46,31 @@ def push(ctx: Context, rings: Rings, alive: fleet.Alive, *, by: str) -> int:
     except BellsUnavailable as exc:
         log.warning("bell not rung: %s", exc, extra={"event": "ring_failed", **facts})
         return 0
+    if rings.priority <= 0:
+        with suppress(BellsUnavailable, StoreUnavailable):  # then they wait at the end
+            _line_up(ctx, rings, queue)
     log.debug("bell rung", extra={"event": "bell_rung", "items": rings.bells, **facts})
     return rings.bells
+
+
+def _line_up(ctx: Context, rings: Rings, queue: str) -> None:
+    """Move new bells forward to their client's turn, so that nobody waits for all jobs of another.
+
+    Nothing breaks where the line changes meanwhile: any order is right, this one is fair.
+    """
+    new = [
+        f"{rings.job_id}-{number}" for number in range(rings.last - rings.bells + 1, rings.last + 1)
+    ]
+    line = [bell for bell in ctx.bells.first_waiting(queue, limit=LOOK_BELLS) if bell not in new]
+    if not line:
+        return
+    with ctx.database.transaction() as tx:
+        named = {job_of(bell) for bell in line if BELL.fullmatch(bell)}  # anything may stand there
+        clients = jobs.clients(tx, named | {rings.job_id})
+    mine = clients.get(rings.job_id, "")
+    for bell in new:
+        behind = place_in_line([clients.get(job_of(each), each) for each in line], mine)
+        if behind is None:
+            return
+        ctx.bells.move(queue, bell, behind=line[behind])
+        line.insert(behind + 1, bell)

@@ -262,12 +262,25 @@ def _waiting(ctx: Context, tx: Tx, job: Job) -> dict[str, Any] | None:
     models: set[str] = items.models(tx, job.id) if paused else set()
     for each in paused:
         if each.model in models:
-            detail = f"{ctx.settings.embedder} {each.model}: {each.error_class}: {each.message}"
-            return _because("backend_paused", detail, each.paused_until)
+            return _because("backend_paused", _outage(ctx, tx, job, each), each.paused_until)
     if not is_due and next_at:
         return _because("retry_scheduled", "the next attempt comes at the time given", next_at)
     ahead = jobs.ahead(tx, job.id)
     return _because("queued_behind", f"{ahead.jobs} other jobs with {ahead.items} open items")
+
+
+def _outage(ctx: Context, tx: Tx, job: Job, backend: fleet.Backend) -> str:
+    """Say of a paused backend since when, how much of the job waits for it, and what comes next."""
+    waiting = min(job.counts.pending, jobs.items_of_model(tx, job.id, backend.model))
+    return (
+        f"{ctx.settings.embedder} {backend.model} {backend.error_class} since"
+        f" {_utc(backend.paused_since)}: {waiting:,} items of this job wait, 0 lost;"
+        f" next try at {_utc(backend.paused_until)} ({backend.message})"
+    )
+
+
+def _utc(moment: datetime | None) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ") if moment else "unknown"
 
 
 def _unserved(ctx: Context, tx: Tx, job: Job) -> dict[str, Any] | None:

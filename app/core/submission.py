@@ -83,6 +83,7 @@ class Submitted:
 class _Checked:
     sent: int = 0
     rejected: int = 0
+    text_bytes: int = 0
     faults: list[Fault] = field(default_factory=list)
 
     def refuse(self, faults: Sequence[Fault]) -> None:
@@ -181,6 +182,7 @@ def _good_items(rules: Rules, values: Iterable[Any], checked: _Checked) -> Itera
         checked.sent += 1
         item = [value] if isinstance(value, Fault) else check_item(rules, index, value)
         if isinstance(item, NewItem):
+            checked.text_bytes += len(item.text.encode())
             yield item
         else:
             checked.refuse(item)
@@ -215,7 +217,7 @@ def _merge(
 ) -> _Stored:
     tx.execute(MERGE_TIMEOUT)
     good = checked.sent - checked.rejected
-    _refuse_too_many(ctx, tx, caller, good)
+    _refuse_too_many(ctx, tx, caller, jobs.OpenWork(good, checked.text_bytes))
     options = incoming.options
     job_id = f"{EMBEDDING_PREFIX}{secrets.token_hex(16)}"
     jobs.insert(
@@ -286,14 +288,20 @@ def _refuse_too_many_traces(ctx: Context, tx: Tx, caller: Caller) -> None:
         )
 
 
-def _refuse_too_many(ctx: Context, tx: Tx, caller: Caller, good: int) -> None:
-    most = ctx.settings.queue_max_per_client
-    queued = jobs.open_items(tx, caller.client)
-    if queued + good > most:
-        raise TooManyQueued(
-            f"{queued} items wait, {good} more would pass the limit of {most}",
-            retry_after_seconds=TOO_MANY_RETRY_SECONDS,
-        )
+def _refuse_too_many(ctx: Context, tx: Tx, caller: Caller, more: jobs.OpenWork) -> None:
+    settings = ctx.settings
+    open_now = jobs.open_work(tx, caller.client)
+    limits = (
+        ("items", open_now.items + more.items, settings.queue_max_per_client),
+        ("bytes", open_now.text_bytes + more.text_bytes, settings.queue_max_bytes_per_client),
+    )
+    for what, wanted, most in limits:
+        if wanted > most:
+            raise TooManyQueued(
+                f"{wanted} {what} of this client would be open; the limit is"
+                f" open_{what}_per_client = {most}",
+                retry_after_seconds=TOO_MANY_RETRY_SECONDS,
+            )
 
 
 def _answer(ctx: Context, tx: Tx, job: Job, checked: _Checked, accepted: int) -> bytes:

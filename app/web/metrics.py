@@ -46,11 +46,21 @@ class _Collector:
             return
         up.add_metric([], 1)
         yield up
-        redis = GaugeMetricFamily("holdfast_redis_up", "Whether Redis answers.")
-        redis.add_metric([], int("redis" not in checks.redis_faults(self._ctx)))
-        yield redis
+        yield from self._redis()
         yield from self._fleet(alive, paused)
         yield from self._work(gauges)
+
+    def _redis(self) -> Iterator[Metric]:
+        faults = checks.redis_faults(self._ctx)
+        up = GaugeMetricFamily("holdfast_redis_up", "Whether Redis answers.")
+        up.add_metric([], int("redis" not in faults))
+        yield up
+        if "redis" not in faults:  # else nobody knows
+            policy = GaugeMetricFamily(
+                "holdfast_redis_policy_ok", "Whether Redis keeps what is written (noeviction)."
+            )
+            policy.add_metric([], int("redis_policy" not in faults))
+            yield policy
 
     def _fleet(self, alive: fleet.Alive, backends: dict[str, fleet.Backend]) -> Iterator[Metric]:
         workers = GaugeMetricFamily("holdfast_workers", "Workers alive.", labels=["queue"])

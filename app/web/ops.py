@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from flask import Blueprint, Response, current_app
+from flask import Blueprint, Response, current_app, g, request
 
 from app.core import checks
 from app.core.context import Context
@@ -12,6 +12,8 @@ from app.web import body
 from app.web.auth import needs
 
 blueprint = Blueprint("ops", __name__)
+
+INCIDENTS_PAGE = 200
 
 
 def _ctx() -> Context:
@@ -36,6 +38,16 @@ def health() -> Response:
     """Answer the same for people: the state of every part."""
     seen = checks.health(_ctx())
     return body.answer(seen.shown, 200 if seen.is_ready else 503)
+
+
+@blueprint.get("/api/incidents")
+@needs("read")
+def incidents() -> Response:
+    """Answer the outages of the backend: open ones, and those that ended in the last seven days."""
+    body.only_arguments("cursor", "limit")
+    limit = cast("int", body.integer("limit", default=50, least=1, most=INCIDENTS_PAGE))
+    cursor = request.args.get("cursor")
+    return body.answer(checks.incidents(_ctx(), g.caller, cursor=cursor, limit=limit))
 
 
 @blueprint.get("/api/limits")
@@ -72,8 +84,10 @@ def limits() -> Response:
             "items_page": 5000,
             "result_page": 5000,
             "jobs_page": 200,
+            "incidents_page": INCIDENTS_PAGE,
             "wait_seconds": 55,
             "open_items_per_client": settings.queue_max_per_client,
+            "open_bytes_per_client": settings.queue_max_bytes_per_client,
             "attempts_per_item": settings.queue_max_retries,
             "result_ttl_seconds": settings.job_result_ttl_seconds,
         }

@@ -9,6 +9,7 @@ import signal
 
 from gunicorn import util
 
+from app.core.checks import warn_of_eviction
 from app.core.config import load
 
 _settings = load()
@@ -56,7 +57,9 @@ util.write_error = _write_problem
 
 def post_worker_init(worker):  # noqa: ANN001, ANN201 - gunicorn's own shape
     """Tell the application as soon as a stop is asked for, so that long polls end."""
-    stopping = worker.app.callable.extensions["stopping"]
+    extensions = worker.app.callable.extensions
+    warn_of_eviction(extensions["context"].bells)
+    stopping = extensions["stopping"]
     graceful = signal.getsignal(signal.SIGTERM)
 
     def stop(number, frame):  # noqa: ANN001, ANN202

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import orjson
 import pytest
@@ -22,9 +23,10 @@ from tests.api import (  # noqa: F401 - fixtures among them
     make_backend,
     make_door,
     make_ground,
+    serving,
 )
 from tests.fakes import Fake, Reply
-from tests.processes import open_folder, wait_for
+from tests.processes import StartProcess, open_folder, wait_for
 from worker.process import Process
 from worker.up import SERVER_SECONDS, Crew
 
@@ -32,7 +34,8 @@ from worker.up import SERVER_SECONDS, Crew
 
 
 def test_every_limit_is_told_as_a_number(ground: Ground, door: Door) -> None:
-    small = ground.reopened(MAX_BODY_BYTES="4096", QUEUE_MAX_PER_CLIENT="7")
+    changes = {"QUEUE_MAX_PER_CLIENT": "7", "QUEUE_MAX_BYTES_PER_CLIENT": "5000"}
+    small = ground.reopened(MAX_BODY_BYTES="4096", **changes)
 
     limits, changed = door.get("/api/limits").json, small.door().get("/api/limits").json
 
@@ -41,6 +44,7 @@ def test_every_limit_is_told_as_a_number(ground: Ground, door: Door) -> None:
     assert {name: changed[name] for name in limits if changed[name] != limits[name]} == {
         "max_body_bytes": 4096,
         "open_items_per_client": 7,
+        "open_bytes_per_client": 5000,
     }
     small.close()
 
@@ -76,6 +80,112 @@ def nested(limits: dict[str, int]) -> dict[str, object]:
     size = len(orjson.dumps(value))
     value["pad"] = "x" * (limits["metadata_bytes"] - size)
     return value
+
+
+def test_a_client_whose_open_texts_are_too_many_bytes_is_told_which_limit_and_when(
+    ground: Ground,
+) -> None:
+    small = ground.reopened(QUEUE_MAX_BYTES_PER_CLIENT="4096")
+    door, batch = small.door(), ground.new_items("x" * 3000, "y" * 3000, "z" * 1000)
+    job_id = door.post(batch[:1]).job_id
+
+    refused = door.post(batch[1:2])
+    as_lines = door.post_lines(batch[1:2])
+
+    for answer in (refused, as_lines):
+        assert (answer.status, answer.code) == (429, "too_many_queued")
+        assert int(answer.headers["retry-after"]) > 0
+        assert answer.json["detail"] == (
+            "6000 bytes of this client would be open; the limit is open_bytes_per_client = 4096"
+        )
+    assert door.get("/api/limits").json["open_bytes_per_client"] == 4096
+    assert door.post(batch[2:]).status == 202  # a small one fits still
+    assert small.door().post(batch[1:2]).status == 202  # another client
+    ground.work(job_id)
+    assert door.post(batch[1:2]).status == 202  # what is done does not wait
+    small.close()
+
+
+def test_a_client_with_too_many_open_items_is_told_which_limit(ground: Ground) -> None:
+    small = ground.reopened(QUEUE_MAX_PER_CLIENT="2")
+
+    answer = small.door().post(ground.new_items("one", "two", "three"))
+
+    assert (answer.status, answer.code) == (429, "too_many_queued")
+    assert "the limit is open_items_per_client = 2" in answer.json["detail"]
+    small.close()
+
+
+# ---- outages
+
+
+@pytest.fixture
+def outage(ground: Ground) -> Iterator[None]:
+    """Let the backend be away for a test."""
+    ground.rows("TRUNCATE holdfast.backends, holdfast.incidents")
+    with ground.ctx.database.transaction() as tx:
+        fleet.pause(tx, "ollama", MODEL, seconds=3600, error_class="unreachable", message="refused")
+    yield
+    ground.rows("TRUNCATE holdfast.backends, holdfast.incidents")
+
+
+@pytest.mark.usefixtures("outage")
+def test_an_outage_is_one_line_with_what_of_the_caller_waits(ground: Ground, door: Door) -> None:
+    before = ground.door("operator", "admin").get("/api/incidents").json["incidents"][0]
+    job_id = door.post(ground.new_items("one", "two", "three")).job_id
+
+    mine, everybodys, strangers = (
+        each.get("/api/incidents").json
+        for each in (door, ground.door("operator", "admin"), ground.door())
+    )
+
+    [shown] = mine["incidents"]
+    assert mine["next"] is None
+    assert list(shown) == [
+        *("backend", "model", "error_class", "reason", "since", "until"),
+        *("next_try_at", "items_waiting", "items_lost"),
+    ]
+    assert (shown["backend"], shown["model"], shown["until"]) == ("ollama", MODEL, None)
+    assert (shown["error_class"], shown["reason"]) == ("unreachable", "refused")
+    assert shown["since"] < shown["next_try_at"]
+    assert (shown["items_waiting"], shown["items_lost"]) == (3, 0)
+    assert everybodys["incidents"][0]["items_waiting"] == before["items_waiting"] + 3
+    assert strangers["incidents"] == [{**shown, "items_waiting": 0}]
+    ground.work(job_id)
+    [over] = door.get("/api/incidents").json["incidents"]
+    assert over["until"] > over["since"]
+    assert (over["next_try_at"], over["items_waiting"], over["items_lost"]) == (None, 0, 0)
+
+
+@pytest.mark.usefixtures("outage")
+def test_outages_are_listed_page_by_page(ground: Ground, door: Door) -> None:
+    for model in ("one", "two"):
+        with ground.ctx.database.transaction() as tx:
+            fleet.pause(tx, "ollama", model, seconds=0, error_class="busy", message="later")
+        with ground.ctx.database.transaction() as tx:
+            fleet.note_ok(tx, "ollama", model)
+
+    models: list[str] = []
+    path: str | None = "/api/incidents?limit=1"
+    while path:
+        page = door.get(path).json
+        models += [each["model"] for each in page["incidents"]]
+        path = page["next"] and f"/api/incidents?limit=1&cursor={page['next']}"
+
+    assert models == [MODEL, "two", "one"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *("limit=0", "limit=201", "limit=x", "state=open", "cursor=", "cursor=open"),
+        *("cursor=open~x", "cursor=2026-02-31T00:00:00%2B00:00~1", "cursor=open~1&cursor=open~1"),
+    ],
+)
+def test_a_list_of_outages_takes_no_other_arguments(door: Door, query: str) -> None:
+    answer = door.get(f"/api/incidents?{query}")
+
+    assert (answer.status, answer.code) == (422, "invalid_request")
 
 
 # ---- health
@@ -288,6 +398,30 @@ def test_health_says_that_redis_is_away_and_work_is_accepted_still(own: Servers)
     assert (health.status, health.json["redis"]["state"]) == (200, "away")
     assert health.json["postgres"]["state"] == "ok"
     assert b"holdfast_redis_up 0.0" in metrics.body
+    assert b"holdfast_redis_policy_ok" not in metrics.body
+
+
+def test_a_redis_that_evicts_is_degraded_and_said_at_each_start(
+    own: Servers, start_process: StartProcess, tmp_path: Path
+) -> None:
+    ground, door = own.ground, own.door
+    ground.ctx.link.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        ready, metrics = door.get("/readyz"), door.get("/metrics")
+        worker = start_process("worker", "run", "embeddings", **ground.environ)
+        wait_for(lambda: "redis_policy" in worker.said, 30)
+        with serving(ground.environ, tmp_path / "api.log") as served:
+            api = served.running.said
+    finally:
+        ground.ctx.link.config_set("maxmemory-policy", "noeviction")
+
+    assert "redis_policy" in ready.json["degraded"]
+    assert b"holdfast_redis_policy_ok 0.0" in metrics.body
+    for said in (worker.said, api):
+        [line] = [line for line in said.splitlines() if '"redis_policy"' in line]
+        assert "set maxmemory-policy noeviction, not allkeys-lru" in line
+    assert door.post(ground.new_items("one")).status == 202
+    assert b"holdfast_redis_policy_ok 1.0" in door.get("/metrics").body
 
 
 def test_nothing_is_accepted_while_postgres_is_away_and_nothing_stored(own: Servers) -> None:

@@ -1,23 +1,28 @@
 """The flow of a bell over an embedding job: what is claimed, called, charged and written."""
 
+import argparse
+import json
 import math
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from threading import Event
 
 import pytest
 
-from app.core import requeue
+from app.core import requeue, status, submission
 from app.core.errors import ErrorClass, FailedItemsRemain, WorkError
 from app.core.model import JobState, Retry, Settlement
-from app.core.store import items, targets
+from app.core.requests import BatchOptions
+from app.core.store import fleet, items, targets
 from app.core.store.targets import NewTarget
 from tests import fakes
 from tests.drains import CALLER, Mill, open_mill
 from tests.fakes import Fake, Reply
 from tests.processes import wait_for
-from worker import calls, embedding
+from worker import admin, calls, embedding
 
 MARK = "MARK"
 TOO_LONG = Reply(status=400, error="the input length exceeds the context length")
@@ -417,6 +422,7 @@ def test_a_backend_that_hangs_is_paused_and_no_item_pays(open_one: OpenMill) -> 
         (Reply(body=b"<html>welcome</html>"), "unreachable"),
         (Reply(hang_up=True), "unreachable"),
         (Reply(bend=fakes.embedding(fakes.of_dimension(5))), "bad_answer"),
+        (Reply(bend=fakes.embedding(fakes.ones)), "bad_answer"),
     ],
 )
 def test_an_outage_charges_nobody_and_is_named(mill: Mill, reply: Reply, error_class: str) -> None:
@@ -580,6 +586,222 @@ def test_a_pause_that_ends_while_a_bell_works_is_ended_by_it(open_one: OpenMill)
     assert bell.result() == {"done": 6}
     assert mill.sizes == [2, 2, 1, 1, 1]
     assert not mill.backend()["is_paused"]
+
+
+# ---- one vector for different texts
+
+
+def test_a_backend_that_gives_every_text_the_same_vector_is_paused_and_nothing_is_stored(
+    mill: Mill,
+) -> None:
+    mill.fake.when(Reply(bend=fakes.embedding(fakes.ones)))
+    job_id = mill.submit(*texts(2))
+
+    mill.drain(job_id)
+
+    assert mill.sizes == [2, 2]
+    assert mill.backend()["message"] == "it gives every text the same vector"
+    assert set(mill.vectors().values()) == {None}
+    assert mill.column(job_id, "attempts") == [0, 0]
+
+
+def test_one_text_alone_does_not_end_such_a_pause(mill: Mill) -> None:
+    mill.fake.when(Reply(bend=fakes.embedding(fakes.ones)))
+    job_id = mill.submit(*texts(4))
+    mill.drain(job_id)
+    mill.elapse(OUTAGE_SECONDS)
+
+    mill.drain(job_id)
+
+    assert mill.backend()["is_paused"]
+    assert set(mill.vectors().values()) == {None}
+    mill.fake.rules.clear()
+    assert mill.work(job_id).state == JobState.COMPLETED
+
+
+def test_texts_that_are_alike_to_the_model_are_asked_for_one_by_one(mill: Mill) -> None:
+    mill.fake.when(Reply(bend=fakes.embedding(fakes.ones)), marker="kiln")
+    job_id = mill.submit("kiln", "kiln ", " kiln")
+
+    assert mill.drain(job_id) == {"done": 3}
+
+    assert mill.sizes == [3, 2, 1, 1, 2, 1, 1]
+    assert set(mill.column(job_id, "attempts")) == {1}
+    assert list(mill.vectors().values()) == [[1.0] * 8] * 3
+
+
+def test_a_backend_that_mixes_up_large_calls_gives_right_vectors_in_small_ones(mill: Mill) -> None:
+    def first_of_all(entries: list[fakes.Entry]) -> list[fakes.Entry]:
+        return [replace(entry, embedding=entries[0].embedding) for entry in entries]
+
+    mill.fake.rules.append(
+        lambda request: Reply(bend=first_of_all) if len(request.texts) > 2 else None
+    )
+    job_id = mill.submit(*texts(8))
+
+    mill.work(job_id)
+
+    assert list(mill.vectors().values()) == mill.right(*texts(8))
+
+
+def test_equal_texts_may_have_equal_vectors(mill: Mill) -> None:
+    job_id = mill.submit("same", "same", "same")
+
+    assert mill.drain(job_id) == {"done": 3}
+
+    assert mill.sizes == [3]
+
+
+# ---- another model behind the same name
+
+CANARY = "The canary sings."
+
+
+def swap_model(entries: list[fakes.Entry]) -> list[fakes.Entry]:
+    """Answer as another model of the same dimension would."""
+    return [
+        replace(entry, embedding=fakes.vector_of("another", entry.text, 8)) for entry in entries
+    ]
+
+
+def canaries(mill: Mill) -> int:
+    """Return how often the canary was asked for."""
+    return len(mill.fake.arrivals[CANARY])
+
+
+def test_a_model_that_was_swapped_behind_its_name_is_paused_before_a_text_is_sent(
+    open_one: OpenMill,
+) -> None:
+    mill = open_one(EMBEDDER_CANARY=CANARY)
+    mill.drain(mill.submit(*texts(2)))
+    mill.fake.when(Reply(bend=swap_model))
+    mill.elapse(OUTAGE_SECONDS)
+    job_id = mill.submit(*texts(3, start=10), first=10)
+
+    mill.drain(job_id)
+
+    assert mill.sizes == [1, 2, 1]
+    assert canaries(mill) == 2
+    backend = mill.backend()
+    assert backend["error_class"] == "bad_config"
+    assert backend["message"].startswith("the model behind this name has changed: ")
+    assert backend["message"].endswith(f"python -m worker backends accept {backend['model']}")
+    assert set(mill.column(job_id, "attempts")) == {0}
+    [incident] = mill.rows("SELECT error_class, until FROM holdfast.incidents")
+    assert incident == {"error_class": "bad_config", "until": None}
+
+
+def test_the_right_model_back_behind_its_name_goes_on_by_itself(open_one: OpenMill) -> None:
+    mill = open_one(EMBEDDER_CANARY=CANARY)
+    mill.drain(mill.submit(*texts(2)))
+    mill.fake.when(Reply(bend=swap_model), times=1)
+    mill.elapse(OUTAGE_SECONDS)
+    job_id = mill.submit(*texts(3, start=10), first=10)
+    mill.drain(job_id)
+
+    assert mill.work(job_id).state == JobState.COMPLETED
+
+    assert list(mill.vectors().values())[2:] == mill.right(*texts(3, start=10))
+    assert mill.rows("SELECT FROM holdfast.incidents WHERE until IS NULL") == []
+
+
+def test_a_new_model_that_an_operator_accepts_is_the_one_from_then_on(
+    open_one: OpenMill, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mill = open_one(EMBEDDER_CANARY=CANARY)
+    accept = argparse.Namespace(act=admin.accept_model, model=mill.settings.embedding_model)
+    assert admin.run(mill.settings, accept) == 1
+    mill.drain(mill.submit(*texts(2)))
+    mill.fake.when(Reply(bend=swap_model))
+    mill.elapse(OUTAGE_SECONDS)
+    job_id = mill.submit(*texts(3, start=10), first=10)
+    mill.drain(job_id)
+
+    assert admin.run(mill.settings, accept) == 0
+
+    assert mill.work(job_id).state == JobState.COMPLETED
+    assert "accepted" in capsys.readouterr().out
+    mill.fake.rules.clear()
+    mill.elapse(OUTAGE_SECONDS)
+    mill.drain(mill.submit("again", first=20))
+    assert mill.backend()["error_class"] == "bad_config"
+
+
+def test_a_canary_is_asked_for_at_first_calls_and_not_at_each(open_one: OpenMill) -> None:
+    mill = open_one(EMBEDDER_CANARY=CANARY, QUEUE_BATCH_SIZE="2")
+    for first in (1, 10):
+        mill.drain(mill.submit(*texts(4), first=first))
+    assert canaries(mill) == 1
+
+    with mill.fake.refused():
+        mill.drain(mill.submit("later", first=20))
+    mill.elapse(1)
+    mill.work(mill.submit("last", first=30))
+
+    assert canaries(mill) == 2
+
+
+def test_a_backend_that_cannot_even_take_the_canary_is_paused(open_one: OpenMill) -> None:
+    mill = open_one(EMBEDDER_CANARY=CANARY)
+    mill.fake.when(TOO_LONG, marker=CANARY)
+    job_id = mill.submit(*texts(2))
+
+    mill.drain(job_id)
+
+    assert mill.sizes == [1]
+    assert mill.backend()["error_class"] == "bad_input"
+    assert mill.column(job_id, "attempts") == [0, 0]
+
+
+# ---- an outage is one incident
+
+INCIDENTS = "SELECT error_class, reason, until FROM holdfast.incidents ORDER BY id"
+
+
+def test_an_outage_that_stops_several_bells_and_many_tries_is_one_incident(mill: Mill) -> None:
+    one, other = mill.submit(*texts(5)), mill.submit(*texts(5), first=10)
+
+    with mill.fake.refused():
+        for _ in range(3):
+            with mill.draining(one), mill.draining(other):
+                pass
+            mill.elapse(OUTAGE_SECONDS)
+
+    [incident] = mill.rows(INCIDENTS)
+    assert (incident["error_class"], incident["until"]) == ("unreachable", None)
+    mill.drain(one)
+    [incident] = mill.rows(INCIDENTS)
+    assert incident["until"] is not None
+    mill.drain(other)
+    assert set(mill.column(one, "status") + mill.column(other, "status")) == {"done"}
+
+
+def test_a_job_says_in_one_sentence_what_of_it_waits_for_a_backend(
+    own_mill: Mill, second_model: str
+) -> None:
+    with own_mill.ctx.database.transaction() as tx:
+        fleet.beat(
+            tx, fleet.Process("w", "worker", "embeddings", "here", 1), seconds=60, counters={}
+        )
+    own_mill.rows("INSERT INTO conversations (id, body) SELECT generate_series(1, 1500), ''")
+    mixed = [
+        *({"target_table": "conversations", "target_id": n, "text": "two"} for n in range(1, 1501)),
+        {"target_table": "ai_insights", "target_id": 1, "text": "one"},
+    ]
+    incoming = submission.Incoming(BatchOptions(), mixed)
+    job_id = submission.submit(own_mill.ctx, CALLER, incoming).job_id
+    own_mill.fake.rules.append(is_of(second_model, Reply(status=503, error="server busy")))
+    own_mill.drain(job_id)
+
+    body = json.loads(status.read(own_mill.ctx, CALLER, job_id).body)
+
+    assert body["waiting"]["reason"] == "backend_paused"
+    moment = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+    assert re.fullmatch(
+        rf"ollama m-two busy since {moment}: 1,500 items of this job wait, 0 lost;"
+        rf" next try at {moment} \(.*503.*\)",
+        body["waiting"]["detail"],
+    )
 
 
 # ---- several models

@@ -23,7 +23,7 @@ from app.core.context import Context, open_context
 from app.core.errors import ErrorClass
 from app.core.model import Caller, Rings
 from app.core.requests import BatchOptions
-from app.core.store import fleet
+from app.core.store import fleet, jobs
 from tests.fakes import Fake, Reply
 from tests.processes import Running, StartProcess, WaitFor
 from worker import horse, runtime
@@ -310,9 +310,9 @@ def test_a_killed_horse_frees_its_items_at_once_and_by_name(
     held = items_of(ctx, job_id)[0]
     assert (held["status"], held["attempts"], held["kills"]) == ("pending", 1, 1)
     assert (held["error_class"], held["leased_by"]) == (ErrorClass.KILLED, None)
-    assert held["last_error"] == "its process ended with signal 9"
-    assert [line["items"] for line in events(worker, "horse_killed")] == [1]
-    assert ctx.bells.failed(QUEUE) == [job_id]
+    assert held["last_error"] == "its process ended with signal 9; in hand: 1 item, index 0"
+    assert wait_for(lambda: [line["items"] for line in events(worker, "horse_killed")]) == [1]
+    assert wait_for(lambda: ctx.bells.failed(QUEUE)) == [job_id]
     gate.set()
     assert rings.ring(ctx, job_id, bells=1, by="test") == 1
     wait_for(lambda: is_done(ctx, job_id))
@@ -413,7 +413,7 @@ def small_cgroup() -> Iterator[Path]:
     folder.rmdir()
 
 
-def test_a_horse_that_ran_out_of_memory_is_named_so(
+def test_a_text_that_ends_its_process_for_memory_is_found_named_and_takes_no_neighbour_with_it(
     small_cgroup: Path,
     tmp_path: Path,
     bend: Callable[[str], None],
@@ -421,19 +421,35 @@ def test_a_horse_that_ran_out_of_memory_is_named_so(
     start_worker: StartWorker,
     wait_for: WaitFor,
 ) -> None:
-    bend(f"if {MARKER!r} in texts[0]:{OUT_OF_MEMORY}\n        return [[1.0] * 8 for _ in texts]")
+    answer = "[[len(text) + 1.0] * 8 for text in texts]"
+    bend(f"if {MARKER!r} in texts:{OUT_OF_MEMORY}\n        return {answer}")
     (tmp_path / "sitecustomize.py").write_text(JOIN_CGROUP)
-    worker = start_worker(CGROUP=str(small_cgroup))
+    worker = start_worker(CGROUP=str(small_cgroup), QUEUE_BATCH_SIZE="3", QUEUE_MAX_RETRIES="2")
 
-    job_id = submit(ctx, [MARKER, "another"])
+    job_id = submit(ctx, ["one", MARKER, "two,"])
+    wait_for(lambda: [item["kills"] for item in items_of(ctx, job_id)] == [1, 1, 1])
+    rings.ring(ctx, job_id, bells=1, by="test")  # the first two of them, each alone
+    wait_for(lambda: statuses(ctx, job_id) == ["done", "failed", "pending"])
+    rings.ring(ctx, job_id, bells=1, by="test")
 
-    wait_for(lambda: ctx.bells.failed(QUEUE))
-    poison = items_of(ctx, job_id)[0]
-    assert (poison["status"], poison["error_class"]) == ("pending", ErrorClass.OOM_KILLED)
-    assert re.fullmatch(
-        r"memory ran out: limit 256 MiB, peak of its process 2\d\d MiB", poison["last_error"]
-    )
-    assert events(worker, "horse_killed")[0]["error_class"] == "oom_killed"
+    wait_for(lambda: statuses(ctx, job_id) == ["done", "failed", "done"])
+    limit_and_peak = r"memory ran out: limit 256 MiB, peak of its process 2\d\d MiB; in hand: "
+    with ctx.database.transaction() as tx:
+        [error] = jobs.errors(tx, job_id)
+    assert (error["error_class"], error["count"]) == (ErrorClass.OOM_KILLED, 1)
+    assert re.fullmatch(limit_and_peak + "1 item, index 1", error["sample"])
+    query = """SELECT a.message FROM holdfast.item_attempts a
+                 JOIN public.embedding_retry_queue q ON q.id = a.item_id
+                WHERE q.job_id = %s AND a.attempt = 1"""
+    first = {row["message"] for row in rows(ctx, query, job_id)}
+    assert len(first) == 1
+    assert re.fullmatch(limit_and_peak + "3 items, index 0 to 2", first.pop())
+    assert [item["attempts"] for item in items_of(ctx, job_id)] == [2, 2, 2]
+    deaths = events(worker, "horse_killed")
+    assert [(line["error_class"], line["items"]) for line in deaths] == [
+        ("oom_killed", 3),
+        ("oom_killed", 1),
+    ]
     assert worker.stop() == 0
 
 

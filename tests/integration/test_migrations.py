@@ -10,7 +10,7 @@ from psycopg.rows import dict_row
 
 import migrations.__main__ as runner
 from app.core.model import Counts
-from app.core.store import items, jobs, schema, targets
+from app.core.store import fleet, items, jobs, schema, targets
 from app.core.store.database import Database, Tx
 from app.core.store.jobs import NewJob
 from app.core.store.targets import NewTarget
@@ -279,6 +279,34 @@ def test_a_database_that_cannot_hold_every_text_is_refused(empty_database_url: s
                 migrate(narrow)
         finally:
             connection.execute("DROP DATABASE narrow")
+
+
+def test_open_jobs_and_pauses_of_the_version_before_are_counted_and_listed(
+    empty_database_url: str, files: Path
+) -> None:
+    later = files / "0007_incidents.sql"
+    statements = later.read_bytes()
+    later.unlink()
+    with_demo(empty_database_url)
+    with rows.open_database(empty_database_url) as database, database.session() as tx:
+        rows.submit(tx, "emb-1", {"1": "one", "2": "two, a long one"})
+        rows.submit(tx, "emb-2", {"3": "three"})
+        rows.work(tx, "emb-2")
+        rows.finish(tx, "emb-2")
+        tx.execute(
+            "INSERT INTO holdfast.backends (name, model, paused_since, paused_until, message)"
+            " VALUES ('ollama', %(model)s, now(), now(), 'refused')"
+            ", ('ollama', 'well', NULL, NULL, NULL)",
+            {"model": MODEL},
+        )
+        later.write_bytes(statements)
+        assert migrate(empty_database_url) == ["0007_incidents"]
+
+        assert jobs.open_work(tx, "alice") == jobs.OpenWork(items=2, text_bytes=18)
+        [found] = fleet.incidents(tx, fleet.IncidentFilter("ollama"), limit=9)
+        assert (found.model, found.reason, found.items_waiting) == (MODEL, "refused", 2)
+        rows.submit(tx, "emb-3", {"4": "four"})
+        assert jobs.open_work(tx, "alice") == jobs.OpenWork(items=3, text_bytes=22)
 
 
 # ---- ADR-009's own table

@@ -92,11 +92,16 @@ STATEMENTS: dict[str, tuple[LiteralString, dict[str, object]]] = {
     ),
     "due": (jobs.DUE, {"paused": [MODEL]}),
     "complete": (jobs.COMPLETE, {}),
-    "open items": (jobs.OPEN_ITEMS, {"client": "client-3"}),
+    "open work": (jobs.OPEN_WORK, {"client": "client-3"}),
     "errors": (jobs.ERRORS, JOB),
     "own in flight": (jobs.OWN_IN_FLIGHT, {"id": "emb-7"}),
     "give up shared": (jobs.GIVE_UP_SHARED, {"id": "emb-7"}),
     "next event": (fleet.NEXT_EVENT, {}),
+    "in hand": (items.IN_HAND, {"ids": IDS}),
+    "incidents": (
+        fleet.INCIDENTS,
+        {**dict.fromkeys(("client", "before_at", "before_id")), "backend": "ollama", "limit": 50},
+    ),
 }
 
 
@@ -169,7 +174,7 @@ def test_a_claim_needs_no_sort(tx: Tx) -> None:
 
 
 def test_no_item_is_counted_by_the_statements_that_a_poll_waits_for(tx: Tx) -> None:
-    for name in ("find", "list", "open items", "complete"):
+    for name in ("find", "list", "open work", "complete", "incidents"):
         touched = {step.get("Relation Name") for step in plan_of(tx, *STATEMENTS[name])}
 
         assert not touched & BIG, name

@@ -71,6 +71,7 @@ def end_pauses(tx: Tx) -> None:
     tx.execute(
         "UPDATE holdfast.backends SET paused_until = now() - interval '1 second',"
         " probe_until = CASE WHEN probe_until IS NOT NULL THEN now() - interval '1 second' END"
+        " WHERE paused_since IS NOT NULL"
     )
 
 
@@ -200,6 +201,146 @@ def test_only_so_many_calls_go_out_at_a_time(database: Database, tx: Tx) -> None
 
 def test_who_gets_no_turn_in_time_is_told_so(tx: Tx) -> None:
     assert fleet.take_call(tx, NAME, most=1, seconds=0) is None
+
+
+# ---- outages
+
+
+def incidents(
+    tx: Tx, client: str | None = None, *, limit: int = 50, after: fleet.Incident | None = None
+) -> list[fleet.Incident]:
+    before = (after.until, after.id) if after else (None, None)
+    return fleet.incidents(tx, fleet.IncidentFilter(NAME, client, *before), limit=limit)
+
+
+def end_outage(tx: Tx, model: str = MODEL) -> None:
+    end_pauses(tx)
+    fleet.note_ok(tx, NAME, model)
+
+
+def test_an_outage_is_one_incident_from_its_first_pause_to_the_next_right_answer(
+    database: Database, tx: Tx
+) -> None:
+    def pause_anew(_: int) -> bool:
+        with database.session() as connection:
+            return pause(connection)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(pause_anew, range(12))) == 1
+    end_pauses(tx)
+    fleet.take_probe(tx, NAME, MODEL, seconds=60)
+    fleet.pause(tx, NAME, MODEL, seconds=60, error_class="unreachable", message="refused")
+
+    [found] = incidents(tx)
+    assert (found.backend, found.model, found.until) == (NAME, MODEL, None)
+    assert (found.error_class, found.reason) == ("unreachable", "refused")
+    assert found.since == backend(tx).paused_since
+    assert found.next_try_at == backend(tx).paused_until
+
+    end_outage(tx)
+    [ended] = incidents(tx)
+    assert ended.until is not None
+    assert (ended.id, ended.since, ended.next_try_at) == (found.id, found.since, None)
+    fleet.note_ok(tx, NAME, MODEL)
+    assert incidents(tx) == [ended]
+
+    pause(tx)
+    assert [each.until is None for each in incidents(tx)] == [True, False]
+
+
+def test_an_answer_from_before_a_pause_ends_no_incident(tx: Tx) -> None:
+    pause(tx)
+
+    fleet.note_ok(tx, NAME, MODEL)
+
+    assert incidents(tx)[0].until is None
+
+
+def test_an_outage_that_an_older_worker_ended_is_not_taken_for_the_next_one(tx: Tx) -> None:
+    pause(tx)
+    tx.execute("DELETE FROM holdfast.backends")
+    tx.execute("UPDATE holdfast.incidents SET since = since - interval '1 hour'")
+
+    pause(tx)
+
+    [found] = incidents(tx)
+    assert found.since == backend(tx).paused_since
+
+
+def test_the_items_that_wait_are_those_of_the_paused_model_and_of_whoever_asks(tx: Tx) -> None:
+    submit(tx, "emb-1", numbered(5), client="alice")
+    submit(tx, "emb-2", {"6": "x", "7": "x"}, client="bob")
+    other = replace(rows.line(0, "8", "x"), model="another")
+    submit(tx, "emb-3", [other, rows.line(1, "9", "x")], client="bob")
+    submit(tx, "emb-4", [replace(other, target_id="10")], client="bob")
+    work(tx, "emb-2")
+    rows.finish(tx, "emb-2")
+    settle(tx, claim(tx, "emb-1", limit=1))
+
+    pause(tx)
+    pause(tx, model="another")
+
+    waiting = {
+        client: {each.model: each.items_waiting for each in incidents(tx, client)}
+        for client in (None, "alice", "bob", "carol")
+    }
+    assert waiting == {
+        None: {MODEL: 5, "another": 2},
+        "alice": {MODEL: 4, "another": 0},
+        "bob": {MODEL: 1, "another": 2},
+        "carol": {MODEL: 0, "another": 0},
+    }
+    end_outage(tx)
+    assert [each.items_waiting for each in incidents(tx) if each.model == MODEL] == [0]
+
+
+def test_open_incidents_come_first_and_pages_neither_repeat_nor_skip_any(tx: Tx) -> None:
+    for model in ("one", "two", "three"):
+        pause(tx, model=model)
+        end_outage(tx, model)
+    for model in ("four", "five"):
+        pause(tx, model=model)
+    fleet.pause(tx, "openai", MODEL, seconds=60, error_class="busy", message="503")
+    tx.execute(
+        "UPDATE holdfast.incidents SET until = now() - interval '1 hour' WHERE until < now()"
+    )
+
+    whole = [each.model for each in incidents(tx)]
+    paged: list[str] = []
+    last = None
+    while page := incidents(tx, limit=2, after=last):
+        paged += [each.model for each in page]
+        last = page[-1]
+
+    assert whole == paged == ["five", "four", "three", "two", "one"]
+
+
+def test_an_outage_that_is_over_for_a_week_is_neither_listed_nor_kept(tx: Tx) -> None:
+    for model in ("old", "new", "open"):
+        pause(tx, model=model)
+        if model != "open":
+            end_outage(tx, model)
+    tx.execute(
+        "UPDATE holdfast.incidents SET since = since - interval '8 days',"
+        " until = CASE WHEN model = 'old' THEN until - interval '8 days' ELSE until END"
+    )
+
+    assert [each.model for each in incidents(tx)] == ["open", "new"]
+
+    assert fleet.prune(tx, limit=10) == 1
+    assert tx.execute("SELECT count(*) AS n FROM holdfast.incidents").fetchone() == {"n": 2}
+
+
+def test_the_first_canary_of_a_model_is_kept_until_it_is_forgotten(tx: Tx) -> None:
+    assert fleet.canary(tx, MODEL, b"text", [1.0, 2.0]) == [1.0, 2.0]
+    assert fleet.canary(tx, MODEL, b"text", [3.0, 4.0]) == [1.0, 2.0]
+    assert fleet.canary(tx, MODEL, b"other text", [5.0]) == [5.0]
+    assert fleet.canary(tx, "another", b"text", [6.0]) == [6.0]
+
+    assert fleet.forget_canary(tx, MODEL) == 2
+
+    assert fleet.canary(tx, MODEL, b"text", [3.0, 4.0]) == [3.0, 4.0]
+    assert fleet.forget_canary(tx, "nobody") == 0
 
 
 # ---- rates

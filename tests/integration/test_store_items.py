@@ -471,6 +471,42 @@ def test_a_death_that_is_known_ends_that_bells_leases_at_once_and_no_others(tx: 
     assert errors_of(tx, "1") == [(1, "lease_expired")]
 
 
+def test_a_death_names_the_items_that_were_in_hand_by_their_places_in_the_job(tx: Tx) -> None:
+    submit(tx, "emb-1", numbered(9))
+    for count, said in ((4, "4 items, index 0 to 3"), (1, "1 item, index 4")):
+        claim(tx, "emb-1", limit=count, leased_by="bell-1")
+
+        items.recover_dead(
+            tx, leased_by="bell-1", error_class=ErrorClass.OOM_KILLED, message="out of memory"
+        )
+
+        [last] = tx.execute(
+            "SELECT message FROM holdfast.item_attempts ORDER BY at DESC LIMIT 1"
+        ).fetchall()
+        assert last["message"] == f"out of memory; in hand: {said}"
+
+
+def test_an_item_that_kills_each_of_its_workers_is_failed_at_its_limit_by_that_name(
+    tx: Tx,
+) -> None:
+    submit(tx, "emb-1", numbered(3))
+    sizes: list[int] = []
+
+    while claims := claim(tx, "emb-1", allowance=3):
+        sizes.append(len(claims))
+        if any(each.target_id == "2" for each in claims):
+            items.recover_dead(
+                tx, leased_by="bell-1", error_class=ErrorClass.OOM_KILLED, message="out of memory"
+            )
+        else:
+            settle(tx, claims)
+
+    assert sizes == [3, 1, 1, 1, 1]
+    assert statuses(tx) == {"1": "done", "2": "failed", "3": "done"}
+    assert errors_of(tx, "2") == [(number, "oom_killed") for number in (1, 2, 3)]
+    assert rows.row(tx, "2")["last_error"] == "out of memory; in hand: 1 item, index 1"
+
+
 def test_many_leases_are_recovered_block_by_block(tx: Tx, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(items, "RECOVER_BLOCK", 4)
     submit(tx, "emb-1", numbered(10))

@@ -405,6 +405,23 @@ def test_a_job_whose_items_were_done_under_another_is_found_complete(tx: Tx) -> 
     assert set(jobs.complete(tx)) == {"emb-1", "emb-4"}
 
 
+def test_the_bytes_that_wait_are_the_share_of_what_a_job_brought(tx: Tx) -> None:
+    submit(tx, "emb-1", {"1": "x" * 1000, "2": "é" * 1000, "3": "y" * 5000}, client="alice")
+    submit(tx, "emb-2", {"4": "z" * 100}, client="alice")
+    assert jobs.open_work(tx, "alice") == jobs.OpenWork(items=4, text_bytes=8100)
+    assert jobs.items_of_model(tx, "emb-1", MODEL) == 3
+    assert jobs.items_of_model(tx, "emb-1", "another") == 0
+
+    settle(tx, claim(tx, "emb-1", limit=1))
+    claim(tx, "emb-1", limit=1)
+    assert jobs.open_work(tx, "alice").text_bytes == 8000 * 2 // 3 + 100
+    work(tx, "emb-2")
+    finish(tx, "emb-2")
+
+    assert jobs.open_work(tx, "alice") == jobs.OpenWork(items=2, text_bytes=8000 * 2 // 3)
+    assert jobs.open_work(tx, "nobody") == jobs.OpenWork(items=0, text_bytes=0)
+
+
 def test_open_items_are_counted_by_client_and_ahead_of_a_job(tx: Tx) -> None:
     submit(tx, "emb-1", numbered(3), client="alice")
     submit(tx, "emb-2", {"7": "x", "8": "x"}, client="alice")
@@ -412,7 +429,8 @@ def test_open_items_are_counted_by_client_and_ahead_of_a_job(tx: Tx) -> None:
     settle(tx, claim(tx, "emb-1", limit=1))
     claim(tx, "emb-2", limit=1)
 
-    assert [jobs.open_items(tx, name) for name in ("alice", "bob", "carol")] == [4, 1, 0]
+    open_work = [jobs.open_work(tx, name).items for name in ("alice", "bob", "carol")]
+    assert open_work == [4, 1, 0]
     assert jobs.ahead(tx, "emb-1") == jobs.Ahead(jobs=2, items=3)
     work(tx, "emb-3")
     finish(tx, "emb-3")

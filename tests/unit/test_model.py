@@ -26,9 +26,11 @@ from app.core.model import (
     Release,
     Retry,
     Skipped,
+    are_alike,
     backoff,
     bells_wanted,
     check_vectors,
+    cosine,
     decide,
     job_state,
     queue_for,
@@ -209,6 +211,31 @@ def test_a_wrong_dimension_is_named_with_the_right_one() -> None:
 )
 def test_a_vector_that_can_be_right_is_let_through(vector: list[float]) -> None:
     check_vectors([vector], count=1, dimension=3)
+
+
+def test_only_one_vector_for_different_texts_is_suspicious() -> None:
+    other = [0.1, -0.2, 3.0000001]
+
+    assert are_alike(["a", "b"], [GOOD, [*GOOD]])
+    assert are_alike(["a", "a", "b"], [GOOD] * 3)
+    assert not are_alike(["a"], [GOOD])
+    assert not are_alike(["a", "a"], [GOOD] * 2)
+    assert not are_alike(["a", "b", "c"], [GOOD, GOOD, other])
+
+
+@given(st.lists(st.integers(-1000, 1000), min_size=3, max_size=3).filter(any), st.floats(1e-6, 1e6))
+def test_the_cosine_of_a_direction_with_itself_is_one_whatever_its_length(
+    vector: list[int], factor: float
+) -> None:
+    longer = [factor * number for number in vector]
+
+    assert math.isclose(cosine(vector, longer), 1, rel_tol=1e-9)
+    assert math.isclose(cosine(vector, [-number for number in longer]), -1, rel_tol=1e-9)
+
+
+def test_vectors_of_two_dimensions_have_nothing_in_common() -> None:
+    assert cosine([1.0, 0.0], [0.0, 1.0]) == 0
+    assert cosine([1.0, 0.0], [1.0, 0.0, 0.0]) == 0
 
 
 @given(st.lists(st.floats(width=32), min_size=3, max_size=3))

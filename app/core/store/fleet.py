@@ -79,12 +79,13 @@ DELETE FROM holdfast.slices
                  WHERE at < now() - interval '1 hour' LIMIT %(limit)s)
 """
 
+PRUNE_INCIDENTS = "DELETE FROM holdfast.incidents WHERE until < now() - interval '7 days'"
+
 
 def prune(tx: Tx, *, limit: int) -> int:
-    """Forget processes that are long dead, and a block of slices older than an hour."""
-    return (
-        tx.execute(PRUNE_PROCESSES).rowcount + tx.execute(PRUNE_SLICES, {"limit": limit}).rowcount
-    )
+    """Forget who and what is long gone, and a block of slices older than an hour."""
+    gone = tx.execute(PRUNE_PROCESSES).rowcount + tx.execute(PRUNE_INCIDENTS).rowcount
+    return gone + tx.execute(PRUNE_SLICES, {"limit": limit}).rowcount
 
 
 # ---- backends --------------------------------------------------------------------------------
@@ -124,23 +125,33 @@ def backends(tx: Tx, name: str) -> dict[str, Backend]:
         return {each.model: each for each in cursor.execute(BACKENDS, {"name": name})}
 
 
+# The outage gets its row with its first pause, and is the same one until it ends.
 PAUSE = """
-INSERT INTO holdfast.backends AS b
-       (name, model, paused_since, paused_until, tries, error_class, message)
-VALUES (%(name)s, %(model)s, now(), now() + make_interval(secs => %(seconds)s), 1,
-        %(error_class)s, %(message)s)
-    ON CONFLICT (name, model) DO UPDATE
-   SET paused_since = coalesce(b.paused_since, now()),
-       paused_until = greatest(b.paused_until, excluded.paused_until), probe_until = NULL,
-       -- All who had a call under way see the same outage: it counts once.
-       tries = b.tries + (b.paused_since IS NULL OR b.probe_until IS NOT NULL)::integer,
-       error_class = excluded.error_class, message = excluded.message
-RETURNING b.paused_since = now() AS is_new
+WITH paused AS (
+    INSERT INTO holdfast.backends AS b
+           (name, model, paused_since, paused_until, tries, error_class, message)
+    VALUES (%(name)s, %(model)s, now(), now() + make_interval(secs => %(seconds)s), 1,
+            %(error_class)s, %(message)s)
+        ON CONFLICT (name, model) DO UPDATE
+       SET paused_since = coalesce(b.paused_since, now()),
+           paused_until = greatest(b.paused_until, excluded.paused_until), probe_until = NULL,
+           -- All who had a call under way see the same outage: it counts once.
+           tries = b.tries + (b.paused_since IS NULL OR b.probe_until IS NOT NULL)::integer,
+           error_class = excluded.error_class, message = excluded.message
+    RETURNING b.paused_since
+), incident AS (
+    INSERT INTO holdfast.incidents AS i (backend, model, error_class, reason, since)
+    SELECT %(name)s, %(model)s, %(error_class)s, %(message)s, paused_since FROM paused
+        ON CONFLICT (backend, model) WHERE until IS NULL DO UPDATE
+       SET error_class = excluded.error_class, reason = excluded.reason,
+           since = greatest(i.since, excluded.since)
+)
+SELECT paused_since = now() AS is_new FROM paused
 """
 
 
 def pause(tx: Tx, name: str, model: str, *, seconds: float, error_class: str, message: str) -> bool:
-    """Leave a backend alone for a time; return whether it was not paused before."""
+    """Leave a backend alone for a time, as an incident; return whether it was not paused before."""
     values = {
         "name": name,
         "model": model,
@@ -189,17 +200,108 @@ def leave_probe(tx: Tx, name: str, model: str) -> None:
 
 # A pause that somebody else asked for meanwhile goes on: what answers now was sent before it.
 RESUME = """
-INSERT INTO holdfast.backends AS b (name, model, last_ok_at) VALUES (%(name)s, %(model)s, now())
-    ON CONFLICT (name, model) DO UPDATE
-   SET last_ok_at = now(), paused_since = NULL, paused_until = NULL, probe_until = NULL, tries = 0,
-       error_class = NULL, message = NULL
- WHERE b.paused_until IS NULL OR b.paused_until <= now()
+WITH resumed AS (
+    INSERT INTO holdfast.backends AS b (name, model, last_ok_at)
+    VALUES (%(name)s, %(model)s, now())
+        ON CONFLICT (name, model) DO UPDATE
+       SET last_ok_at = now(), paused_since = NULL, paused_until = NULL, probe_until = NULL,
+           tries = 0, error_class = NULL, message = NULL
+     WHERE b.paused_until IS NULL OR b.paused_until <= now()
+    RETURNING b.name, b.model
+)
+UPDATE holdfast.incidents i
+   SET until = now()
+  FROM resumed r
+ WHERE i.backend = r.name AND i.model = r.model AND i.until IS NULL
 """
 
 
 def note_ok(tx: Tx, name: str, model: str) -> None:
-    """Record that a backend answered rightly: it is not paused, and its model is loaded."""
+    """Record that a backend answered rightly: its outage is over, and its model is loaded."""
     tx.execute(RESUME, {"name": name, "model": model})
+
+
+# Open ones first, then what ended in the last seven days. What waits comes from the counts of open
+# jobs: of a job with several models never more than it brought for this one.
+INCIDENTS = """
+SELECT i.id, i.backend, i.model, i.error_class, i.reason, i.since, i.until,
+       CASE WHEN i.until IS NULL THEN greatest(b.paused_until, b.probe_until) END AS next_try_at,
+       CASE WHEN i.until IS NOT NULL THEN 0 ELSE (
+           SELECT coalesce(sum(least(m.items, c.open)), 0)
+             FROM holdfast.jobs j
+             JOIN holdfast.job_models m ON m.job_id = j.id AND m.model = i.model
+            CROSS JOIN LATERAL (SELECT sum(pending + processing) AS open
+                                  FROM holdfast.job_counts WHERE job_id = j.id) AS c
+            WHERE j.finished_at IS NULL AND (%(client)s::text IS NULL OR j.client = %(client)s)
+       ) END::bigint AS items_waiting
+  FROM holdfast.incidents i
+  LEFT JOIN holdfast.backends b ON b.name = i.backend AND b.model = i.model
+ WHERE i.backend = %(backend)s
+   AND coalesce(i.until, 'infinity') > now() - interval '7 days'
+   AND (%(before_id)s::bigint IS NULL
+        OR (coalesce(i.until, 'infinity'), i.id)
+           < (coalesce(%(before_at)s::timestamptz, 'infinity'), %(before_id)s))
+ ORDER BY coalesce(i.until, 'infinity') DESC, i.id DESC
+ LIMIT %(limit)s
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One outage of a backend and model, as long as it lasts and for a week after."""
+
+    id: int
+    backend: str
+    model: str
+    error_class: str
+    reason: str
+    since: datetime
+    until: datetime | None
+    next_try_at: datetime | None
+    items_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentFilter:
+    """Which outages are listed: a backend's, and whose items are counted as waiting."""
+
+    backend: str
+    client: str | None = None
+    """None: everybody's."""
+    before_at: datetime | None = None
+    before_id: int | None = None
+
+
+def incidents(tx: Tx, wanted: IncidentFilter, *, limit: int) -> list[Incident]:
+    """Return outages: open ones first, then those that ended lately, each newest first."""
+    values = {**asdict(wanted), "limit": limit}
+    with tx.cursor(row_factory=class_row(Incident)) as cursor:
+        return cursor.execute(INCIDENTS, values).fetchall()
+
+
+# Who comes first is believed; the others get that one to compare with.
+KEEP_CANARY = """
+INSERT INTO holdfast.canaries (model, text_hash, vector)
+VALUES (%(model)s, %(text_hash)s, %(vector)s)
+    ON CONFLICT (model, text_hash) DO NOTHING
+"""
+CANARY = """
+SELECT vector FROM holdfast.canaries WHERE model = %(model)s AND text_hash = %(text_hash)s
+"""
+FORGET_CANARY = "DELETE FROM holdfast.canaries WHERE model = %(model)s"
+
+
+def canary(tx: Tx, model: str, text_hash: bytes, vector: Sequence[float]) -> list[float]:
+    """Return what a model once gave for a text: this vector where it is the first."""
+    values = {"model": model, "text_hash": text_hash, "vector": list(vector)}
+    tx.execute(KEEP_CANARY, values)
+    row = tx.execute(CANARY, values).fetchone()
+    return list(row["vector"]) if row else list(vector)
+
+
+def forget_canary(tx: Tx, model: str) -> int:
+    """Let the next vectors of a model be the first; return how many were forgotten."""
+    return tx.execute(FORGET_CANARY, {"model": model}).rowcount
 
 
 REMEMBER_LIMIT = """

@@ -402,9 +402,27 @@ def recover_expired(tx: Tx) -> Counter[str]:
     )
 
 
+# By their places in the job: where a text brought the death, it is one of these.
+IN_HAND = """
+SELECT count(DISTINCT q.id) AS items, min(i.position) AS first, max(i.position) AS last
+  FROM public.embedding_retry_queue q
+  LEFT JOIN holdfast.job_items i ON i.item_id = q.id AND i.job_id = q.job_id
+ WHERE q.id = ANY(%(ids)s::bigint[])
+"""
+
+
 def recover_dead(tx: Tx, *, leased_by: str, error_class: ErrorClass, message: str) -> int:
-    """End the leases of a bell whose horse is known to be dead, naming the death."""
+    """End the leases of a bell whose horse is known to be dead, naming the death and its items."""
     return _recover(tx, leased_by=leased_by, error_class=error_class, message=message).total()
+
+
+def _in_hand(tx: Tx, ids: Sequence[int]) -> str:
+    row = tx.execute(IN_HAND, {"ids": list(ids)}).fetchone()
+    if row is None or row["first"] is None:
+        return ""
+    if row["items"] == 1:
+        return f"; in hand: 1 item, index {row['first']}"
+    return f"; in hand: {row['items']} items, index {row['first']} to {row['last']}"
 
 
 def _recover(
@@ -413,11 +431,12 @@ def _recover(
     with tx.transaction():
         limits = {"leased_by": leased_by, "limit": RECOVER_BLOCK}
         dead = tx.execute(LOCK_DEAD, limits).fetchall()
+        ids = [row["id"] for row in dead]
         values = {
-            "ids": [row["id"] for row in dead],
+            "ids": ids,
             "holders": [row["leased_by"] for row in dead],
             "error_class": error_class,
-            "message": message,
+            "message": message if leased_by is None else message + _in_hand(tx, ids),
         }
         tx.execute(RECOVER, values)
     return Counter(str(row["leased_by"]) for row in dead)

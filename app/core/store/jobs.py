@@ -1,5 +1,6 @@
 """Jobs: one row for each accepted POST, its counts, its bells, and answers to repeated requests."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -283,18 +284,54 @@ def complete(tx: Tx) -> list[str]:
     return [str(row["id"]) for row in tx.execute(COMPLETE)]
 
 
-OPEN_ITEMS = """
-SELECT coalesce(sum(c.pending + c.processing), 0)::bigint AS items
+# The bytes of what is open are a share of all that the jobs brought: no item is looked at.
+OPEN_WORK = """
+SELECT coalesce(sum(c.open), 0)::bigint AS items,
+       coalesce(sum(m.text_bytes * c.open / greatest(c.total, 1)), 0)::bigint AS text_bytes
   FROM holdfast.jobs j
-  JOIN holdfast.job_counts c ON c.job_id = j.id
+ CROSS JOIN LATERAL (
+       SELECT sum(pending + processing) AS open,
+              sum(pending + processing + done + skipped + failed + cancelled) AS total
+         FROM holdfast.job_counts WHERE job_id = j.id) AS c
+  LEFT JOIN LATERAL (
+       SELECT sum(text_bytes) AS text_bytes
+         FROM holdfast.job_models WHERE job_id = j.id) AS m ON true
  WHERE j.finished_at IS NULL AND j.kind = 'embedding' AND j.client = %(client)s
 """
 
 
-def open_items(tx: Tx, client: str) -> int:
-    """Return how many items of a client are not final."""
-    row = tx.execute(OPEN_ITEMS, {"client": client}).fetchone()
+@dataclass(frozen=True, slots=True)
+class OpenWork:
+    """How much of a client is not final: items, and about how many bytes of text."""
+
+    items: int
+    text_bytes: int
+
+
+def open_work(tx: Tx, client: str) -> OpenWork:
+    """Return how much of a client's work is not final."""
+    row = tx.execute(OPEN_WORK, {"client": client}).fetchone()
+    return OpenWork(**row) if row else OpenWork(0, 0)
+
+
+ITEMS_OF_MODEL = """
+SELECT items FROM holdfast.job_models WHERE job_id = %(job_id)s AND model = %(model)s
+"""
+
+
+def items_of_model(tx: Tx, job_id: str, model: str) -> int:
+    """Return how many items a job brought for a model."""
+    row = tx.execute(ITEMS_OF_MODEL, {"job_id": job_id, "model": model}).fetchone()
     return int(row["items"]) if row else 0
+
+
+CLIENTS = "SELECT id, client FROM holdfast.jobs WHERE id = ANY(%(ids)s::text[])"
+
+
+def clients(tx: Tx, ids: Iterable[str]) -> dict[str, str]:
+    """Return whose each of these jobs is; those that are none are left out."""
+    rows = tx.execute(CLIENTS, {"ids": list(ids)})
+    return {str(row["id"]): str(row["client"]) for row in rows}
 
 
 AHEAD = """

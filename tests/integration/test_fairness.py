@@ -1,0 +1,159 @@
+"""Clients take turns: how much one has waiting is no matter to another. Counted, not timed."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core.bells import job_of
+from app.core.model import place_in_line
+from tests.drains import Mill, open_mill
+from tests.fakes import Fake
+from tests.processes import StartProcess, WaitFor
+from worker import embedding
+
+QUEUE = "rq:queue:embeddings"
+CLIENTS = st.text("abc", max_size=30)
+
+
+@pytest.fixture
+def mill(database_url: str, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mill]:
+    """Give the flow with turns of one slice of four items."""
+    monkeypatch.setattr(embedding, "TURN_SECONDS", 0.0)
+    with Fake() as fake, open_mill(database_url, redis_url, fake, QUEUE_BATCH_SIZE="4") as mill:
+        yield mill
+
+
+@pytest.fixture
+def submit(mill: Mill) -> Callable[..., list[str]]:
+    """Submit a client's jobs of so many texts each."""
+    rows = iter(range(1, 10**6))
+
+    def submit(client: str, *sizes: int) -> list[str]:
+        return [
+            mill.submit(*[f"{client} {next(rows)}"] * size, first=next(rows), client=client)
+            for size in sizes
+        ]
+
+    return submit
+
+
+def follow_bells(mill: Mill, *, most: int = 1000) -> None:
+    """Be the only worker: follow what waits first, until nothing waits."""
+    for _ in range(most):
+        bell = mill.ctx.link.lpop(QUEUE)
+        if not isinstance(bell, bytes):
+            return
+        mill.drain(job_of(bell.decode()))
+
+
+def order(mill: Mill) -> str:
+    """Return the first letter of the client of each call, in order."""
+    return "".join(request.texts[0][0] for request in mill.fake.requests)
+
+
+Submit = Callable[..., list[str]]
+
+
+def test_a_small_job_waits_for_one_turn_of_a_large_one_and_not_for_its_end(
+    mill: Mill, submit: Submit
+) -> None:
+    [large] = submit("acme", 40)
+    [small] = submit("bob", 3)
+
+    follow_bells(mill)
+
+    assert order(mill) == "ab" + "a" * 9
+    assert {mill.job(each).state for each in (large, small)} == {"completed"}
+
+
+def test_a_client_with_fifty_jobs_delays_another_by_one_turn(mill: Mill, submit: Submit) -> None:
+    submit("acme", *[1] * 50)
+    submit("bob", 12)
+
+    follow_bells(mill)
+
+    assert order(mill) == "ababab" + "a" * 47
+
+
+def test_whoever_posts_one_small_job_after_the_other_and_who_posted_many_take_turns(
+    mill: Mill, submit: Submit
+) -> None:
+    submit("acme", *[1] * 9)
+    for _ in range(4):
+        submit("bob", 1)
+        follow_bells(mill, most=2)
+
+    assert order(mill) == "abababab"
+
+
+def test_three_clients_take_turns(mill: Mill, submit: Submit) -> None:
+    submit("acme", *[1] * 4)
+    submit("bob", *[1] * 3)
+    submit("carol", *[1] * 2)
+
+    follow_bells(mill)
+
+    assert order(mill) == "abcabcaba"
+
+
+def test_what_is_urgent_goes_before_every_client(mill: Mill, submit: Submit) -> None:
+    submit("acme", 1, 1)
+    mill.submit("urgent", first=900, client="bob", priority=1)
+
+    follow_bells(mill)
+
+    assert order(mill) == "uaa"
+
+
+def test_what_is_no_bell_in_the_queue_keeps_nobody_from_submitting(
+    mill: Mill, submit: Submit
+) -> None:
+    mill.ctx.link.rpush(QUEUE, b"\xff\xfe-1", b"a\x00b-1", b"", b"emb-gone0000-1")
+
+    submit("acme", 1, 1)
+    [last] = submit("bob", 1)
+
+    assert mill.ctx.bells.waiting("embeddings")[-2] == last
+
+
+def test_a_real_worker_serves_a_client_after_one_bell_of_another_who_has_fifty_waiting(
+    mill: Mill, submit: Submit, start_process: StartProcess, wait_for: WaitFor
+) -> None:
+    submit("acme", *[1] * 50)
+    [job_id] = submit("bob", 1)
+
+    start_process("worker", "run", "embeddings", EMBEDDER_URL=mill.fake.url, QUEUE_WAIT_TIME="1")
+
+    wait_for(lambda: mill.job(job_id).state.is_final, 60)
+    assert order(mill)[:2] == "ab"
+
+
+# ---- the place of one bell
+
+
+@given(CLIENTS, st.sampled_from("abc"))
+def test_a_new_bell_goes_behind_as_many_of_each_client_as_it_is_the_nth_of_its_own(
+    waiting: str, mine: str
+) -> None:
+    line = list(waiting)
+    behind = place_in_line(line, mine)
+    at = len(line) if behind is None else behind + 1
+
+    nth = line.count(mine) + 1
+    for client in set(line):
+        is_overtaken = line[at:].count(client)
+        assert line[:at].count(client) >= min(nth, line.count(client))
+        assert client != mine or not is_overtaken
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=40))
+def test_bells_that_are_all_placed_so_stand_in_rounds(rung: list[str]) -> None:
+    line: list[str] = []
+    for client in rung:
+        behind = place_in_line(line, client)
+        line.insert(len(line) if behind is None else behind + 1, client)
+
+    rounds = [line[: place + 1].count(client) for place, client in enumerate(line)]
+    assert rounds == sorted(rounds)
