@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.made-from-requirements
 OLD_PYTHON := Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11
 
-.PHONY: demo up test bench check
+.PHONY: demo up test faults bench check
 
 # One real batch through a real model, watched to its end.
 demo: $(STAMP)
@@ -21,6 +21,10 @@ test: check
 	$(RUN) -m coverage run -m pytest -n 2 --dist loadfile
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report --skip-covered
+
+# Every fault, the long ones and random seeds too; a line each, and at the end how many held.
+faults: $(STAMP)
+	$(RUN) -m pytest -m "slow or not slow" -n 2 --dist loadfile tests/faults
 
 bench: $(STAMP)
 	$(RUN) -m pytest -m slow -s tests/bench

@@ -1,7 +1,8 @@
 """The stage of the fault suite: short leases, a quick sweeper, and an audit in the database."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from app.web import create_app
 from tests.api import Door
 from tests.fakes import Fake
 from tests.faults import invariants
-from tests.faults.stage import Stage
+from tests.faults.stage import Ledger, Stage
 from tests.processes import StartApi, StartProcess
 
 QUICK = {
@@ -21,6 +22,8 @@ QUICK = {
     "LOG_LEVEL": "DEBUG",
     "AUTH": "off",
 }
+
+OpenStage = Callable[[httpx.Client], Stage]
 
 
 @pytest.fixture
@@ -39,27 +42,40 @@ def quick_environ(environ: dict[str, str], fake: Fake) -> dict[str, str]:
 
 
 @pytest.fixture
-def stage(
-    quick_environ: dict[str, str], fake: Fake, start_process: StartProcess
-) -> Iterator[Stage]:
+def open_stage(
+    quick_environ: dict[str, str],
+    fake: Fake,
+    start_process: StartProcess,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> Iterator[OpenStage]:
+    """Set a stage behind a door to the API."""
+    opened: list[Stage] = []
+
+    def open_stage(client: httpx.Client) -> Stage:
+        door, ledger = Door(client, None), Ledger(tmp_path / "ledger.jsonl")
+        opened.append(Stage(quick_environ, fake, start_process, door, ledger, record_property))
+        return opened[-1]
+
+    yield open_stage
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture
+def stage(quick_environ: dict[str, str], open_stage: OpenStage) -> Iterator[Stage]:
     """Give a stage with the API in this process; the rest is the scenario's to start."""
     app = create_app(config.load(quick_environ))
     transport = httpx.WSGITransport(app=app, raise_app_exceptions=False)
     with (
         closing(app.extensions["context"]),
         httpx.Client(transport=transport, base_url="http://127.0.0.1") as client,
-        closing(Stage(quick_environ, fake, start_process, Door(client, None))) as stage,
     ):
-        yield stage
+        yield open_stage(client)
 
 
 @pytest.fixture
-def served_stage(
-    quick_environ: dict[str, str], fake: Fake, start_process: StartProcess, start_api: StartApi
-) -> Iterator[Stage]:
+def served_stage(start_api: StartApi, open_stage: OpenStage) -> Iterator[Stage]:
     """Give the same with the API under gunicorn, as in production."""
-    with (
-        httpx.Client(base_url=start_api(), trust_env=False, timeout=30) as client,
-        closing(Stage(quick_environ, fake, start_process, Door(client, None))) as stage,
-    ):
-        yield stage
+    with httpx.Client(base_url=start_api(), trust_env=False, timeout=30) as client:
+        yield open_stage(client)

@@ -4,6 +4,7 @@ Some of them ask an audit: triggers, in a test's database only, that write down 
 change of a status and each vector that reaches a target table. `install` before the first item.
 """
 
+from collections.abc import Sequence
 from typing import Any, LiteralString
 
 import psycopg
@@ -194,6 +195,19 @@ INVARIANTS: dict[str, LiteralString] = {
     """,
 }
 
+AT_THE_END = ("I1 every accepted item is final", "I9 a job is final when all its items are")
+
+COUNTED = """
+SELECT count(*) FILTER (WHERE is_accepted) AS accepted,
+       count(*) FILTER (WHERE is_accepted AND status = 'done') AS done,
+       count(*) FILTER (WHERE is_accepted AND status = 'failed') AS failed,
+       count(*) FILTER (WHERE is_accepted
+                          AND (status IS NULL OR status IN ('pending', 'processing'))) AS lost
+  FROM (SELECT s.target_table, s.target_id, bool_or(s.job_id IS NOT NULL) AS is_accepted
+          FROM audit.sent s GROUP BY 1, 2) AS sent
+  LEFT JOIN public.embedding_retry_queue q USING (target_table, target_id)
+"""
+
 
 def install(database_url: str) -> None:
     """Begin the audit."""
@@ -204,12 +218,40 @@ def install(database_url: str) -> None:
             cursor.executemany("INSERT INTO audit.legal VALUES (%s, %s)", legal)
 
 
-def violations(database_url: str) -> dict[str, list[dict[str, Any]]]:
-    """Return each invariant that does not hold, with the first rows that show it."""
+def keep_books(
+    database_url: str, target_table: str, sent: Sequence[tuple[int, str | None]]
+) -> None:
+    """Take over what the client's own books say."""
+    rows = [(target_table, str(number), job_id) for number, job_id in sent]
+    with psycopg.connect(database_url) as connection, connection.cursor() as cursor:
+        cursor.execute("TRUNCATE audit.sent")
+        with cursor.copy("COPY audit.sent (target_table, target_id, job_id) FROM STDIN") as copy:
+            for row in rows:
+                copy.write_row(row)
+
+
+def violations(database_url: str, *, at_any_time: bool = False) -> dict[str, list[dict[str, Any]]]:
+    """Return each invariant that does not hold, with the first rows that show it.
+
+    `at_any_time`: without those that hold only when all is over.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
     with psycopg.connect(database_url, autocommit=True, row_factory=dict_row) as connection:
         for name, statement in INVARIANTS.items():
+            if at_any_time and name in AT_THE_END:
+                continue
             rows = connection.execute(statement).fetchmany(5)
             if rows:
                 found[name] = rows
     return found
+
+
+def figures(database_url: str) -> dict[str, int]:
+    """Count what was accepted, and what came of it."""
+    with psycopg.connect(database_url, autocommit=True, row_factory=dict_row) as connection:
+        row = connection.execute(COUNTED).fetchone()
+        assert row
+        for name, invariant in (("unexpected", "I2"), ("duplicate_effects", "I3")):
+            [statement] = [each for key, each in INVARIANTS.items() if key.startswith(invariant)]
+            row[name] = len(connection.execute(statement).fetchall())
+    return row

@@ -4,19 +4,21 @@ import json
 import os
 import signal
 import threading
+import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psycopg
+import pytest
 from psycopg.rows import dict_row
 
-from tests.api import Door, item
+from tests.api import Answer, Door, item
 from tests.fakes import Fake, float32, vector_of
 from tests.faults import invariants
 from tests.processes import Running, StartProcess, wait_for
@@ -26,8 +28,24 @@ TARGET = "ai_insights"
 QUEUE = "embeddings"
 FINAL = ("completed", "completed_with_errors", "failed", "cancelled")
 START_SECONDS = 60.0
-DRAIN_SECONDS = 90.0
+DRAIN_SECONDS = float(os.environ.get("HOLDFAST_DRAIN_SECONDS", "90"))  # noqa: TID251 - of the test alone
 """Much longer than anything takes: only what hangs for ever gets there."""
+
+Found = TypeVar("Found")
+
+
+def struck(fact: Found, what: str) -> Found:
+    """Return the fact that shows that the fault struck; the scenario is void without one."""
+    if not fact:
+        pytest.fail(f"VOID: {what}")
+    return fact
+
+
+def wait_until_struck(find: Callable[[], Found], what: str, seconds: float = 30) -> Found:
+    """Wait for such a fact."""
+    with suppress(AssertionError):
+        return wait_for(find, seconds)
+    pytest.fail(f"VOID: {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +58,23 @@ class Caught:
 
 
 @dataclass
+class Ledger:
+    """The client's own books: what it sent, and what it was told, on disk before it goes on."""
+
+    path: Path
+    sent: list[tuple[int, str | None]] = field(default_factory=list)
+    """Each row that was asked for, with the job that answered, or None."""
+
+    def note(self, ids: Sequence[int], job_id: str | None = None) -> None:
+        """Write down what is sent now, or which job was answered for it."""
+        self.sent += [(number, job_id) for number in ids]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"ids": list(ids), "job_id": job_id}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@dataclass
 class Stage:
     """What a scenario plays on."""
 
@@ -47,13 +82,27 @@ class Stage:
     fake: Fake
     start_process: StartProcess
     door: Door
+    ledger: Ledger
+    record: Callable[[str, object], None]
+    """Where the run's own line gets its figures from."""
     batch_size: int = 64
     kills: int = 0
+    strikes: int = 0
+    """How often a slice was lost by what a scenario did: each may be sent once more."""
+    sent_again: int = 0
+    """How many texts a scenario had sent again in other ways, such as an answer that was none."""
     job_ids: list[str] = field(default_factory=list)
     texts: dict[int, str] = field(default_factory=dict)
     polls: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
+    ended_at: float | None = None
+    """When the fault was over, by the monotonic clock."""
+    drain_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        self.connect()
+
+    def connect(self) -> None:
+        """Come to the database, again where it was away."""
         self._connection = psycopg.connect(
             self.environ["DATABASE_URL"], autocommit=True, row_factory=dict_row
         )
@@ -121,21 +170,46 @@ class Stage:
 
     # ---- asking for work
 
-    def post(self, *texts: str) -> str:
-        """Post a batch through the API for new rows, and keep the books on it."""
+    def new_rows(self, *texts: str) -> list[int]:
+        """Make a row of the target table for each text, and return their ids."""
         first = len(self.texts) + 1
         ids = list(range(first, first + len(texts)))
         self.texts |= dict(zip(ids, texts, strict=True))
         self.rows(f"INSERT INTO {TARGET} (id, body) SELECT unnest(%s::bigint[]), ''", ids)
-        sent = "INSERT INTO audit.sent SELECT %s, unnest(%s::text[])"
-        self.rows(sent, TARGET, [str(number) for number in ids])
-        batch = [item(number, text) for number, text in zip(ids, texts, strict=True)]
-        answer = self.door.post(batch)
+        return ids
+
+    def post(self, *texts: str) -> str:
+        """Post a batch through the API for new rows, and keep the books on it."""
+        answer = self.send(self.new_rows(*texts))
         assert answer.status == httpx.codes.ACCEPTED, answer.body
-        done = "UPDATE audit.sent SET job_id = %s WHERE target_id = ANY(%s::text[])"
-        self.rows(done, answer.job_id, [str(number) for number in ids])
-        self.job_ids.append(answer.job_id)
         return answer.job_id
+
+    def send(self, ids: Sequence[int], key: str | None = None) -> Answer:
+        """Send the texts of some rows once, and note what was answered."""
+        batch = [item(number, self.texts[number]) for number in ids]
+        self.ledger.note(ids)
+        answer = self.door.post(batch, headers={"Idempotency-Key": key} if key else None)
+        if answer.status == httpx.codes.ACCEPTED:
+            self.ledger.note(ids, answer.job_id)
+            if answer.job_id not in self.job_ids:
+                self.job_ids.append(answer.job_id)
+        return answer
+
+    def send_until_accepted(self, ids: Sequence[int], key: str) -> Answer:
+        """Send them under one key until they are accepted, as a client should."""
+
+        def accepted() -> Answer | None:
+            with suppress(httpx.TransportError):
+                answer = self.send(ids, key)
+                if answer.status == httpx.codes.ACCEPTED:
+                    return answer
+                assert answer.status == httpx.codes.SERVICE_UNAVAILABLE, answer.body
+                assert int(answer.headers["retry-after"]) > 0
+            return None
+
+        found = wait_for(accepted, DRAIN_SECONDS)
+        assert found
+        return found
 
     # ---- watching
 
@@ -147,9 +221,7 @@ class Stage:
         def poll() -> None:
             while not stop.wait(0.05):
                 for job_id in list(self.job_ids):
-                    body = self.door.job(job_id)
-                    seen = (body["state"], body["progress"]["percent"])
-                    self.polls.setdefault(job_id, []).append(seen)
+                    self._poll(job_id)
 
         def guarded() -> None:
             try:
@@ -167,6 +239,14 @@ class Stage:
         if faults:
             raise faults[0]
 
+    def _poll(self, job_id: str) -> None:
+        answer = self.door.get(f"/api/job/{job_id}")
+        if answer.status == httpx.codes.SERVICE_UNAVAILABLE:
+            return
+        assert answer.status == httpx.codes.OK, answer.body
+        seen = (answer.json["state"], answer.json["progress"]["percent"])
+        self.polls.setdefault(job_id, []).append(seen)
+
     @property
     def done(self) -> int:
         """How many items are done, by the counts that are kept."""
@@ -176,9 +256,15 @@ class Stage:
         """Wait until so many items are done."""
         wait_for(lambda: self.done >= number, DRAIN_SECONDS)
 
+    def end_fault(self) -> None:
+        """Note that what was broken is whole again: the drain begins."""
+        self.ended_at = time.monotonic()
+
     def wait_until_final(self) -> None:
         """Wait until all jobs are final."""
+        began = self.ended_at or time.monotonic()
         wait_for(lambda: self.are_final, DRAIN_SECONDS)
+        self.drain_seconds = round(time.monotonic() - began, 2)
 
     # ---- striking
 
@@ -193,8 +279,8 @@ class Stage:
                     return worker, found
             return None
 
-        found = wait_for(caught, DRAIN_SECONDS)
-        assert found, "void: nobody held a lease"
+        found = wait_until_struck(caught, "nobody held a lease")
+        assert found
         return found
 
     def _caught(self, worker: Running) -> Caught | None:
@@ -221,7 +307,7 @@ class Stage:
         """Kill the horse of one of these workers in the middle of a slice."""
         _, caught = self.catch(workers)
         os.kill(caught.pid, signal.SIGKILL)
-        self.kills += 1
+        self._count_kill()
         return caught
 
     def kill_worker(self, *workers: Running) -> Running:
@@ -233,21 +319,56 @@ class Stage:
         worker.kill()
         with suppress(ProcessLookupError):
             os.kill(caught.pid, signal.SIGKILL)
-        self.kills += 1
+        self._count_kill()
         return worker
+
+    def _count_kill(self) -> None:
+        self.kills += 1
+        self.strikes += 1
+        self.end_fault()
 
     # ---- the verdict
 
     def check(self) -> None:
-        """Check the invariants, what the stores hold, and what pollers saw."""
-        assert invariants.violations(self.environ["DATABASE_URL"]) == {}
+        """Check the invariants, what the stores hold, what was sent, and what pollers saw."""
+        for name, value in self.figures.items():
+            self.record(name, value)
+        assert invariants.violations(self._audited()) == {}
         self._check_vectors()
+        assert self.calls <= self.bound, (self.calls, self.bound)
         for job_id, seen in self.polls.items():
             states = [state for state, _ in seen]
             percents = [percent for _, percent in seen]
             first = next((n for n, state in enumerate(states) if state in FINAL), len(states))
             assert len(set(states[first:])) <= 1, (job_id, states)
             assert percents == sorted(percents), (job_id, percents)
+
+    def check_now(self) -> None:
+        """Check what must hold at any moment, in the middle of a fault too."""
+        assert invariants.violations(self._audited(), at_any_time=True) == {}
+
+    def _audited(self) -> str:
+        """Hand the client's books to the audit."""
+        url = self.environ["DATABASE_URL"]
+        invariants.keep_books(url, TARGET, self.ledger.sent)
+        return url
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """What came of it, in numbers."""
+        counted = invariants.figures(self._audited())
+        sent = {"calls": self.calls, "bound": self.bound}
+        return {**counted, **sent, "drain_seconds": self.drain_seconds}
+
+    @property
+    def calls(self) -> int:
+        """How many texts were sent to the backend, each time counted."""
+        return sum(map(len, map(self.fake.arrivals.__getitem__, set(self.texts.values()))))
+
+    @property
+    def bound(self) -> int:
+        """How many may be: each once, and what was in hand at each strike once more."""
+        return len(self.texts) + self.strikes * self.batch_size + self.sent_again
 
     def _check_vectors(self) -> None:
         query = f"SELECT id, embedding::real[] AS vector FROM {TARGET} WHERE id = ANY(%s)"  # noqa: S608
@@ -257,11 +378,6 @@ class Stage:
             right = vector_of(MODEL, self.texts[number], self.fake.dimension)
             assert stored[number] is not None, number
             assert float32(stored[number]) == right, number
-
-    @property
-    def calls_again(self) -> int:
-        """How many texts were sent to the backend more than once, each time counted."""
-        return sum(len(times) - 1 for text, times in self.fake.arrivals.items() if text != "ok")
 
 
 def bell_of(worker: Running) -> str | None:
