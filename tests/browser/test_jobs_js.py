@@ -15,6 +15,7 @@ import redis
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 
+from app.web.auth import COOKIE
 from tests.processes import ROOT, StartApi, StartProcess
 
 SCRIPT = (ROOT / "app" / "web" / "static" / "jobs.js").read_bytes()
@@ -208,6 +209,37 @@ def test_what_is_refused_and_what_fails_is_told(
     assert "source_" in failed["error"]["message"]
 
 
+def test_a_page_of_somebody_who_is_signed_in_may_ask_and_cancel(
+    environ: dict[str, str],
+    driver: Chrome,
+    start_api: StartApi,
+    start_process: StartProcess,
+    source: psycopg.Connection,
+    trace_source_url: str,
+) -> None:
+    environ |= {"TRACE_SOURCE_URL": trace_source_url, "TRACE_ASYNC_CID_THRESHOLD": "50"}
+    made = start_process("worker", "keys", "create", "--client", "acme", "--scopes", "submit,read")
+    assert made.wait() == 0, made.said
+    url = start_api()
+    driver.get(f"{url}/livez")
+    cookie = {"httpOnly": True, "sameSite": "Strict", "path": "/"}
+    driver.add_cookie({"name": COOKIE, "value": made.said.strip(), **cookie})
+    site = Site(driver, url, "/static/jobs.js")
+
+    few = site.call(
+        "submitAndWait", "/api/trace/events", {**ASK, "container_ids": some_ids(source, 10)}
+    )
+    left = site.call(
+        *("submitAndWait", "/api/trace/events", {**ASK, "container_ids": some_ids(source, 100)}),
+        abortAfterLooks=1,
+    )
+    cancelled = site.call("cancelJob", left["seen"][-1])
+    driver.delete_all_cookies()
+
+    assert few["answer"]["quality"]["status"] == "complete"
+    assert cancelled["answer"]["state"] == "cancelled"
+
+
 # ---- a server that misbehaves
 
 
@@ -217,6 +249,8 @@ class Scripted:
 
     answers: dict[str, list[tuple[int, dict[str, str], bytes]]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    posted: list[dict[str, str]] = field(default_factory=list)
+    """The headers of each POST."""
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         self.asked.append(path)
@@ -239,7 +273,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(*self.script.answer(self.path.partition("?")[0]))
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        self.script.posted.append({name.lower(): text for name, text in self.headers.items()})
         self._send(*self.script.answer(self.path))
 
     def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
@@ -316,6 +351,59 @@ def test_later_is_heeded_for_the_request_and_for_the_looks(wild: Site, script: S
     assert script.asked == ["/api", "/api", "/job", "/job", "/job", "/job", "/result"]
 
 
+def test_a_request_whose_answer_was_cut_is_sent_again_as_the_same_one(
+    wild: Site, script: Scripted
+) -> None:
+    cut = said(ACCEPTED, 202, X_Cut="10")
+    script.answers = {
+        "/api": [cut, said(ACCEPTED, 202)],
+        "/job": [
+            said({**JOB, "state": "completed"}, X_Cut="10"),
+            said({**JOB, "state": "completed"}),
+        ],
+        "/result": [said({"domains": {}, "quality": {}})],
+    }
+
+    found = wild.call("submitAndWait", "/api", {})
+
+    assert found["answer"]["job"]["state"] == "completed"
+    assert script.asked == ["/api", "/api", "/job", "/job", "/result"]
+    first, second = script.posted
+    assert first["idempotency-key"] == second["idempotency-key"]
+    assert len(first["idempotency-key"]) >= 32
+
+    wild.call("submitAndWait", "/api", {})
+    assert script.posted[2]["idempotency-key"] != first["idempotency-key"]
+
+
+def test_a_page_that_names_a_key_of_its_own_is_heeded(wild: Site, script: Scripted) -> None:
+    script.answers = {"/api": [said({"results": {}, "quality": {}})]}
+
+    wild.call("submitAndWait", "/api", {}, headers={"Idempotency-Key": "mine"})
+
+    assert script.posted[0]["idempotency-key"] == "mine"
+    assert script.posted[0]["x-requested-with"] == "XMLHttpRequest"
+
+
+def test_an_answer_that_is_cut_each_time_is_an_error(wild: Site, script: Scripted) -> None:
+    script.answers = {"/job": [said({**JOB, "state": "completed"}, X_Cut="10")]}
+
+    found = wild.call("waitForJob", "/job")
+
+    assert (found["error"]["name"], found["error"]["code"]) == ("JobError", "no_answer")
+    assert script.asked == ["/job"] * 5
+
+
+def test_the_first_of_one_who_asked_with_the_same_key_is_waited_for(
+    wild: Site, script: Scripted
+) -> None:
+    script.answers = {
+        "/api": [problem(409, "idempotency_in_progress", Retry_After="0"), said({"results": {}})]
+    }
+
+    assert wild.call("submitAndWait", "/api", {})["answer"]["results"] == {}
+
+
 @pytest.mark.parametrize(("status", "code"), [(404, "job_not_found"), (410, "result_expired")])
 def test_a_job_that_is_not_there_is_not_asked_for_again(
     wild: Site, script: Scripted, status: int, code: str
@@ -355,6 +443,9 @@ COMPLETE = {"_": "complete", "rows": 2, "quality": {"status": "complete"}}
     [
         (lines(START, {"a": 1}, {"a": 2}, END), "stream_cut"),
         (lines(START, {"a": 1}, END, COMPLETE), "rows_missing"),
+        (lines(START, {"a": 1}, {"a": 2}, END, {**COMPLETE, "rows": 3}), "rows_missing"),
+        (lines(START, {"a": 1}, {"a": 2}, COMPLETE), "rows_missing"),
+        (lines(START, {"a": 1}, {"a": 2}, {**START, "domain": "b"}, COMPLETE), "rows_missing"),
         (lines(START, {"a": 1}, cut=100), "stream_cut"),
         (
             lines(START, {"a": 1}, {"_": "error", "code": "result_expired", "message": "gone"}),
@@ -399,3 +490,29 @@ def test_a_batch_of_embeddings_is_read_in_pages_too(wild: Site, script: Scripted
 
     assert found["answer"]["items"] == [{"index": 0}, {"index": 1}]
     assert found["answer"]["job"]["state"] == "completed_with_errors"
+
+
+def test_of_a_batch_that_was_waited_for_all_pages_are_read(wild: Site, script: Scripted) -> None:
+    first = {"items": [{"index": 0}], "total": 2, "state": "completed"}
+    script.answers = {
+        "/api": [said(first, Location="/job")],
+        "/job": [said({**JOB, "kind": "embedding", "state": "completed"})],
+        "/job/result": [said({"items": [{"index": 1}], "total": 2})],
+    }
+
+    found = wild.call("submitAndWait", "/api", {}, headers={"Prefer": "wait=10"})
+
+    assert found["answer"]["items"] == [{"index": 0}, {"index": 1}]
+    assert found["answer"]["job"]["state"] == "completed"
+
+
+def test_a_batch_that_was_waited_for_and_failed_is_an_error(wild: Site, script: Scripted) -> None:
+    errors = [{"error_class": "too_large", "sample": "413"}]
+    script.answers = {
+        "/api": [said({"items": [{"index": 0}], "total": 1, "state": "failed"}, Location="/job")],
+        "/job": [said({**JOB, "kind": "embedding", "state": "failed", "errors": errors})],
+    }
+
+    found = wild.call("submitAndWait", "/api", {}, headers={"Prefer": "wait=10"})
+
+    assert found["error"]["code"] == "job_failed"

@@ -8,7 +8,8 @@
 
 const FINAL = new Set(["completed", "completed_with_errors", "failed", "cancelled"]);
 const LIMIT = 5000;
-const TRIES = 5; // of a request that had no answer at all
+const TRIES = 5; // of a request that had no answer at all, or only a part of one
+const OURS = { "X-Requested-With": "XMLHttpRequest" }; // a page of another site cannot send it
 
 /**
  * What went wrong: `code` is the stable word of the API, `status` that of HTTP (0: no answer).
@@ -39,21 +40,29 @@ export class JobError extends Error {
  *   {items, job}
  */
 export async function submitAndWait(url, body, options = {}) {
-  const headers = { "Content-Type": "application/json", ...options.headers };
+  const headers = {
+    "Content-Type": "application/json",
+    "Idempotency-Key": newKey(), // sent again, it is still the same job
+    ...OURS,
+    ...options.headers,
+  };
   const init = { method: "POST", headers, body: JSON.stringify(body) };
-  const answer = await ask(url, init, options);
-  const accepted = await answer.json();
-  if (answer.status !== 202) return { ...handOver(accepted, options), job: null };
-  const job = await waitForJob(accepted.status_url, options);
-  return { ...(await readResult(accepted.result_url, job, options)), job };
+  const { answer, value } = await askJson(url, init, options);
+  if (answer.status === 202) {
+    const job = await waitForJob(value.status_url, options);
+    return { ...(await readResult(value.result_url, job, options)), job };
+  }
+  const jobUrl = answer.headers.get("Location"); // of a job that was waited for
+  const job = jobUrl ? await waitForJob(jobUrl, options) : null;
+  if (!value.items) return { ...handOver(value, options), job };
+  return { items: await readItems(`${jobUrl}/result`, options, value), job };
 }
 
 /** Look at a job until it is final, and return it. Throws JobError where it failed. */
 export async function waitForJob(statusUrl, options = {}) {
   const { onProgress, pollInterval = 3000, patienceSeconds = 1800, signal } = options;
   for (;;) {
-    const answer = await ask(statusUrl, { headers: options.headers }, options);
-    const job = await answer.json();
+    const { answer, value: job } = await askJson(statusUrl, { headers: options.headers }, options);
     onProgress?.(job);
     if (FINAL.has(job.state)) return endOf(job);
     const seen = Date.parse(answer.headers.get("Date") ?? "") || Date.now();
@@ -66,8 +75,8 @@ export async function waitForJob(statusUrl, options = {}) {
 
 /** Cancel a job; what is done of it is kept. */
 export async function cancelJob(job, options = {}) {
-  const init = { method: "POST", headers: options.headers };
-  return (await ask(job.links.cancel, init, options)).json();
+  const init = { method: "POST", headers: { ...OURS, ...options.headers } };
+  return (await askJson(job.links.cancel, init, options)).value;
 }
 
 /** Read all rows of one domain of a trace, page by page; throws rather than return fewer. */
@@ -75,8 +84,7 @@ export async function readRows(resultUrl, domain, options = {}) {
   const rows = [];
   for (let offset = 0; offset !== null; ) {
     const query = new URLSearchParams({ domain, offset, limit: LIMIT });
-    const answer = await ask(`${resultUrl}?${query}`, { headers: options.headers }, options);
-    const page = await answer.json();
+    const page = await readPage(resultUrl, query, options);
     if (page.count !== page.data.length) throw short(domain, page.data.length, page.count);
     rows.push(...page.data);
     offset = page.next;
@@ -88,10 +96,11 @@ export async function readRows(resultUrl, domain, options = {}) {
 /** Read a whole trace as a stream, `onRows(domain, rows)` for each piece; returns counts. */
 export async function streamRows(resultUrl, onRows, options = {}) {
   const headers = { ...options.headers, Accept: "application/x-ndjson" };
-  const answer = await ask(resultUrl, { headers }, options);
+  const { answer } = await ask(resultUrl, { headers }, options);
   const counts = {};
   let domain = null;
   let rows = [];
+  let isOpen = false;
   let whole = null;
   const flush = () => {
     if (rows.length) onRows(domain, rows);
@@ -106,14 +115,20 @@ export async function streamRows(resultUrl, onRows, options = {}) {
       continue;
     }
     flush();
-    if (value._ === "domain_start") counts[(domain = value.domain)] = 0;
+    if (value._ === "error") throw new JobError(value.code, value.message, { status: 200 });
+    if (isOpen !== (value._ === "domain_end")) {
+      throw new JobError("rows_missing", `the rows of ${domain} have no end`);
+    }
+    isOpen = value._ === "domain_start";
+    if (isOpen) counts[(domain = value.domain)] = 0;
     if (value._ === "domain_end" && counts[domain] !== value.count) {
       throw short(domain, counts[domain], value.count);
     }
-    if (value._ === "error") throw new JobError(value.code, value.message, { status: 200 });
     if (value._ === "complete") whole = value;
   }
   if (!whole) throw new JobError("stream_cut", "the stream ended before it was complete");
+  const total = Object.values(counts).reduce((sum, count) => sum + count, 0);
+  if (total !== whole.rows) throw short("the stream", total, whole.rows);
   return { counts, quality: whole.quality };
 }
 
@@ -136,7 +151,7 @@ async function readResult(resultUrl, job, options) {
     for (const [domain, count] of Object.entries(counts)) results[domain] = { count };
     return { results, quality };
   }
-  const manifest = await (await ask(resultUrl, { headers: options.headers }, options)).json();
+  const manifest = await readPage(resultUrl, null, options);
   for (const domain of Object.keys(manifest.domains)) {
     const data = await readRows(resultUrl, domain, options);
     results[domain] = { data, count: data.length };
@@ -144,16 +159,20 @@ async function readResult(resultUrl, job, options) {
   return { results, quality: manifest.quality };
 }
 
-async function readItems(resultUrl, options) {
+async function readItems(resultUrl, options, first = null) {
   const items = [];
-  for (;;) {
+  for (let page = first; ; page = null) {
     const query = new URLSearchParams({ offset: items.length, limit: LIMIT });
-    const answer = await ask(`${resultUrl}?${query}`, { headers: options.headers }, options);
-    const page = await answer.json();
+    page ??= await readPage(resultUrl, query, options);
     items.push(...page.items);
     if (items.length >= page.total) return items;
     if (!page.items.length) throw short("items", items.length, page.total);
   }
+}
+
+async function readPage(resultUrl, query, options) {
+  const init = { headers: options.headers };
+  return (await askJson(query ? `${resultUrl}?${query}` : resultUrl, init, options)).value;
 }
 
 function endOf(job) {
@@ -169,39 +188,53 @@ function short(what, came, promised) {
 
 // ---- asking -------------------------------------------------------------------------------------
 
-/** Ask until there is an answer: "later" (429, 503) is heeded, and silence is asked again. */
-async function ask(url, init, { signal, pollInterval = 3000, patienceSeconds = 1800 }) {
+/** Ask until there is an answer: "later" is heeded, and silence is asked again. */
+async function ask(url, init, options, read = () => null) {
+  const { signal, pollInterval = 3000, patienceSeconds = 1800 } = options;
   const began = Date.now();
   for (let tries = 1; ; tries += 1) {
-    const answer = await attempt(url, { credentials: "same-origin", ...init, signal });
-    if (answer?.ok) return answer;
-    const isLater = !answer || answer.status === 429 || answer.status === 503;
-    const wait = retryAfter(answer) ?? pollInterval * tries;
+    const found = await attempt(url, { credentials: "same-origin", ...init, signal }, read);
+    if (found?.answer.ok) return found;
+    const wait = retryAfter(found) ?? pollInterval * tries;
     const isTooLong = Date.now() + wait - began > patienceSeconds * 1000;
-    if (!isLater || isTooLong || (!answer && tries >= TRIES)) throw await problemOf(answer);
+    if (!isLater(found) || isTooLong || (!found && tries >= TRIES)) throw problemOf(found);
     await pause(wait, signal);
   }
 }
 
-async function attempt(url, init) {
+const askJson = (url, init, options) => ask(url, init, options, (answer) => answer.json());
+
+async function attempt(url, init, read) {
   try {
-    return await fetch(url, init);
+    const answer = await fetch(url, init);
+    return { answer, value: answer.ok ? await read(answer) : await problem(answer) };
   } catch (error) {
     if (init.signal?.aborted || error.name === "AbortError") throw error;
-    return null;
+    return null; // no answer, or one that was cut
   }
 }
 
-function retryAfter(answer) {
-  const value = answer?.headers.get("Retry-After");
+function isLater(found) {
+  if (!found || found.answer.status === 429 || found.answer.status === 503) return true;
+  return found.value.code === "idempotency_in_progress";
+}
+
+function retryAfter(found) {
+  const value = found?.answer.headers.get("Retry-After");
   return /^\d+$/.test(value ?? "") ? Number(value) * 1000 : null;
 }
 
-async function problemOf(answer) {
-  if (!answer) return new JobError("no_answer", "the server did not answer");
-  const problem = await answer.json().catch(() => ({}));
-  const { code = "http_error", detail = answer.statusText, errors } = problem;
-  return new JobError(code, detail, { status: answer.status, errors });
+const problem = (answer) => answer.json().catch(() => ({}));
+
+function problemOf(found) {
+  if (!found) return new JobError("no_answer", "the server did not answer, or not to the end");
+  const { code = "http_error", detail = found.answer.statusText, errors } = found.value;
+  return new JobError(code, detail, { status: found.answer.status, errors });
+}
+
+function newKey() {
+  const bytes = crypto.getRandomValues(new Uint8Array(16)); // randomUUID is there under TLS only
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
 function pause(milliseconds, signal) {
