@@ -252,6 +252,13 @@ class Stage:
         """How many items are done, by the counts that are kept."""
         return int(self.one("SELECT coalesce(sum(done), 0) FROM holdfast.job_counts"))
 
+    @property
+    def open_items(self) -> int:
+        """How many items are not final, by the same counts."""
+        return int(
+            self.one("SELECT coalesce(sum(pending + processing), 0) FROM holdfast.job_counts")
+        )
+
     def wait_until_done(self, number: int) -> None:
         """Wait until so many items are done."""
         wait_for(lambda: self.done >= number, DRAIN_SECONDS)

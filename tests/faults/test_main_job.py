@@ -65,15 +65,14 @@ def test_f3_twenty_kills_at_random_times_lose_nothing(stage: Stage, seed: int) -
 
 
 def strike(stage: Stage, workers: list[Running], fault: str, chance: random.Random) -> None:
-    """Let one thing happen while work is under way."""
+    """Let one thing happen while work is under way; who is killed is replaced in the list."""
     chance.shuffle(workers)
     match fault:
         case "horse":
             stage.kill_horse(*workers)
         case "worker":
             killed = stage.kill_worker(*workers)
-            workers.remove(killed)
-            workers.append(stage.start_worker())
+            workers[workers.index(killed)] = stage.start_worker()
         case _:
             with redis.Redis.from_url(stage.environ["REDIS_URL"]) as client:
                 wait_for(client.dbsize)  # void where there never was anything to lose

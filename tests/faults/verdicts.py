@@ -45,4 +45,5 @@ def _line(report: pytest.TestReport, verdict: str) -> tuple[int, str, str]:
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         told["skipped"] = report.longrepr[2]
     label = f"F{number}" if found else "also"
-    return number, title, f"FAULT {label} {verdict} {json.dumps(told, default=str)}"
+    figures = json.dumps(told, default=str, ensure_ascii=False)
+    return number, title, f"FAULT {label} {verdict} {figures}"
