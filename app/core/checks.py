@@ -17,6 +17,9 @@ from app.core.store.database import Tx
 log = logging.getLogger(__name__)
 
 OLDEST_REDIS = (6, 2)
+READY_SECONDS = 3.0
+"""A Postgres that is slower to answer than this takes no work now."""
+
 CURSOR = re.compile(r"(open|[0-9T:.-]{10,26}\+00:00)~([0-9]{1,18})", re.ASCII)
 
 
@@ -31,7 +34,7 @@ class Seen:
 def readiness(ctx: Context) -> Seen:
     """Say whether a POST would be accepted, and what is degraded though it would."""
     try:
-        with ctx.database.transaction() as tx:
+        with ctx.database.transaction(answer_seconds=READY_SECONDS) as tx:
             missing = schema.missing(tx)
             if missing:  # and perhaps the tables that are asked for below
                 names = ", ".join(missing)

@@ -25,7 +25,7 @@ from app.core.errors import (
 from app.core.model import EMBEDDING_PREFIX, TRACE_PREFIX, Caller, Job, NewItem, Rings
 from app.core.requests import BatchOptions, Rules, Traced, check_item, targets_by_name
 from app.core.store import fleet, items, jobs, targets, traces
-from app.core.store.database import Tx
+from app.core.store.database import Tx, take_time
 from app.core.store.jobs import IdempotencyKey, NewJob
 from app.core.trace import pack_ids, segments
 
@@ -35,8 +35,6 @@ COPY_BLOCK = 1000
 REPEATED_BLOCK = 100_000
 """Each block of repeated ids costs a look at the whole batch."""
 TOO_MANY_RETRY_SECONDS = 60
-MERGE_TIMEOUT = "SET LOCAL statement_timeout = '15min'"
-"""A stream of a million items is merged in one statement."""
 
 
 class Fingerprint(Protocol):
@@ -215,7 +213,7 @@ def _merge(
     checked: _Checked,
     key: IdempotencyKey | None,
 ) -> _Stored:
-    tx.execute(MERGE_TIMEOUT)
+    take_time(tx)
     good = checked.sent - checked.rejected
     _refuse_too_many(ctx, tx, caller, jobs.OpenWork(good, checked.text_bytes))
     options = incoming.options

@@ -137,6 +137,7 @@ class Line:
     awaited: Stop | None = None
     """The stop whose answer is on its way."""
     is_reset: bool = False
+    is_frozen: bool = False
 
     def end(self) -> None:
         """End both halves: whoever reads them wakes up, and they are closed."""
@@ -225,6 +226,12 @@ class Wire:
         """Pass nothing on any more, and tell nobody: whoever connects now is heard by no one."""
         self._flows.clear()
 
+    def freeze_all(self) -> None:
+        """Let the connections that there are go dead, and take new ones."""
+        with self._lock:
+            for line in self._lines:
+                line.is_frozen = True
+
     def revive(self) -> None:
         """Pass on what was held back, and what comes."""
         self._flows.set()
@@ -243,6 +250,12 @@ class Wire:
         """How many lead through it now."""
         with self._lock:
             return len(self._lines)
+
+    @property
+    def taken(self) -> int:
+        """How many it has taken so far."""
+        with self._lock:
+            return len(self._threads)
 
     def wait_until_left(self) -> None:
         """Wait until nobody is connected."""
@@ -294,7 +307,7 @@ class Wire:
                     line.awaited = stop
                 elif stop and not self._held(line, stop):
                     return
-                self._travel()
+                self._travel(line)
                 line.server.sendall(message)
 
     def _answer(self, line: Line) -> None:
@@ -302,12 +315,14 @@ class Wire:
             if line.awaited and not self._held(line, line.awaited):
                 return
             line.awaited = None
-            self._travel()
+            self._travel(line)
             self.passed_bytes += len(data)
             line.client.sendall(data)
 
-    def _travel(self) -> None:
+    def _travel(self, line: Line) -> None:
         self._flows.wait()
+        while line.is_frozen and not (line.is_left or self._is_closed):
+            threading.Event().wait(LOOK_SECONDS)
         if self.delay_seconds:
             threading.Event().wait(self.delay_seconds)
 

@@ -19,10 +19,11 @@ from tests.conftest import free_port
 from tests.drains import Mill, open_mill
 from tests.fakes import Fake, Reply, embedding, zeros
 from tests.faults import invariants
+from tests.faults.conftest import OpenStage
 from tests.faults.proxy import Wire
 from tests.faults.redis_alone import RedisAlone, open_redis
 from tests.faults.stage import QUEUE, Stage, events, numbered, state_of, struck
-from tests.processes import Running, wait_for
+from tests.processes import Running, StartApi, wait_for
 
 BELLS = f"rq:queue:{QUEUE}"
 
@@ -208,6 +209,37 @@ def test_f12_while_redis_hangs_the_api_answers_and_work_goes_on(
 
     stage.wait_until_final()
     assert stage.statuses == {"done": 1550}
+    stage.check()
+
+
+# ---- F14: a Postgres that hangs (one that dies has a file of its own)
+
+
+def test_f14_while_postgres_hangs_the_api_says_so_and_it_heals_by_itself(
+    quick_environ: dict[str, str], start_api: StartApi, open_stage: OpenStage
+) -> None:
+    with Wire(quick_environ["DATABASE_URL"]) as wire:
+        url = start_api(DATABASE_URL=wire.url)
+        with httpx.Client(base_url=url, trust_env=False, timeout=20) as client:
+            stage = open_stage(client)
+            stage.door.may_be_away = True
+            stage.post(*numbered(10, "before"))
+            ids = stage.new_rows(*numbered(10, "meanwhile"))
+
+            wire.go_dead()
+            answers = [stage.send(ids, "k") for _ in range(2)]
+            ready = [client.get(path).status_code for path in ("/readyz", "/health", "/livez")]
+            wire.revive()
+            stage.start_sweeper()
+            stage.start_worker()
+            stage.end_fault()
+            stage.send_until_accepted(ids, "k")
+            stage.wait_until_final()
+
+    assert [each.status for each in answers] == [503] * 2
+    assert all(int(each.headers["retry-after"]) > 0 for each in answers)
+    assert ready == [503, 503, 200]
+    assert stage.statuses == {"done": 20}
     stage.check()
 
 

@@ -9,9 +9,11 @@ import pytest
 
 from app.core.errors import StoreUnavailable
 from app.core.store import database as database_module
-from app.core.store.database import Database, Tx
+from app.core.store import fleet
+from app.core.store.database import Connection, Database, Tx, take_time
 from tests import rows
 from tests.conftest import free_port
+from tests.faults.proxy import Wire
 from tests.processes import wait_for
 
 
@@ -221,3 +223,73 @@ def test_a_connection_is_clean_again_for_the_next_one(database: Database) -> Non
 
     with database.session() as connection:
         assert connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+
+
+def test_a_postgres_that_hangs_is_left_and_found_again(shared_database_url: str) -> None:
+    with (
+        Wire(shared_database_url) as wire,
+        rows.open_database(wire.url, most_connections=2) as database,
+    ):
+        with database.session(answer_seconds=0.3) as connection:
+            wire.go_dead()
+            with pytest.raises(psycopg.OperationalError, match="no answer within"):
+                connection.execute("SELECT 1")
+            assert connection.closed
+        wire.revive()
+        with database.transaction() as tx:
+            assert setting(tx, "jit") == "off"
+
+
+def test_a_transaction_on_a_postgres_that_hangs_is_over(shared_database_url: str) -> None:
+    with (
+        Wire(shared_database_url) as wire,
+        rows.open_database(wire.url, most_connections=2) as database,
+    ):
+
+        def change() -> None:
+            with database.transaction(answer_seconds=0.3) as tx:
+                tx.execute(INSERT, {"id": 77})
+                wire.go_dead()
+                tx.execute(COUNT)
+
+        with pytest.raises(StoreUnavailable, match="cannot answer now"):
+            change()
+        wire.revive()
+        with database.transaction() as again:
+            query = "SELECT id FROM ai_insights WHERE id = 77"
+            assert again.execute(query).fetchone() is None
+
+
+def test_a_connection_that_died_while_it_rested_costs_a_look_and_no_request(
+    shared_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(database_module, "POOL_SECONDS", 20)
+    with (
+        Wire(shared_database_url) as wire,
+        rows.open_database(wire.url, most_connections=1) as database,
+    ):
+        with database.transaction() as tx:
+            tx.execute("SELECT 1")
+        wire.freeze_all()
+        with database.transaction() as tx:
+            tx.execute("SELECT 1")
+        assert wire.taken == 2
+
+
+def test_what_may_take_time_is_waited_for_as_long(database: Database) -> None:
+    with database.session(answer_seconds=0.5) as connection, connection.transaction():
+        take_time(connection)
+        connection.execute("SELECT pg_sleep(1)")
+        assert setting(connection, "statement_timeout") == "15min"
+    with database.session() as connection:
+        assert setting(connection, "statement_timeout") == "30s"
+        assert isinstance(connection, Connection)
+        assert connection.answer_seconds == database_module.ANSWER_SECONDS
+
+
+def test_a_notice_may_be_waited_for_in_vain(tx: Tx) -> None:
+    fleet.listen(tx)
+
+    assert not fleet.wait_for_notice(tx, 0.1)
+    assert not tx.closed

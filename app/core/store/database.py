@@ -6,7 +6,9 @@ from typing import Any, cast
 
 import psycopg
 from psycopg import errors as pg
+from psycopg.abc import RV, PQGen
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import TransactionStatus
 from psycopg.rows import DictRow, TupleRow, dict_row
 from psycopg_pool import ConnectionPool, PoolClosed, PoolTimeout
 
@@ -16,10 +18,19 @@ Tx = psycopg.Connection[DictRow]
 """A connection with a transaction open on it. Functions of the store take it first."""
 
 STATEMENT_SECONDS = 30
+ANSWER_SECONDS = STATEMENT_SECONDS + 5
+"""The server ends a statement before that; one that says nothing for so long hangs."""
+
+LOOK_SECONDS = 3
+"""How long a connection that rested may take to say that it lives."""
+
+LONG_SECONDS = 900
+LONG_LIMIT = "SET LOCAL statement_timeout = '900s'"
 LOCK_SECONDS = 10
 IDLE_SECONDS = 60
 CONNECT_SECONDS = 5
 POOL_SECONDS = 3
+WAIT_SECONDS = 0.1
 
 # What says "not now" rather than "never": the caller may send the same again later.
 PASSING = (
@@ -60,15 +71,46 @@ def _options(url: str, application: str) -> dict[str, Any]:
     }
 
 
+class Connection(psycopg.Connection[DictRow]):
+    """A connection that waits for no answer for ever: a server can hang, and a cable be cut."""
+
+    answer_seconds: float = ANSWER_SECONDS
+
+    def wait(
+        self, gen: PQGen[RV], interval: float = WAIT_SECONDS, timeout: float | None = None
+    ) -> RV:
+        """Wait for what the server says; one that hangs is left, and OperationalError raised."""
+        if timeout is not None:  # for a notice, which need not come
+            return super().wait(gen, interval, timeout)
+        try:
+            return super().wait(gen, interval, self.answer_seconds)
+        except psycopg.OperationalError as exc:
+            if self.pgconn.transaction_status != TransactionStatus.ACTIVE:
+                raise
+            self.close()
+            message = f"no answer within {self.answer_seconds:g} s"
+            raise psycopg.OperationalError(message) from exc
+
+
+def take_time(tx: Tx) -> None:
+    """Let the statements of this transaction take longer: what touches every item of a job.
+
+    A million items are merged in one statement of about a minute.
+    """
+    tx.execute(LONG_LIMIT)
+    if isinstance(tx, Connection):
+        tx.answer_seconds = LONG_SECONDS + 5
+
+
 class Database:
     """A pool of connections, opened at the first use and never before a fork."""
 
     def __init__(self, url: str, *, application: str, most_connections: int = 4) -> None:
         self._url = url
         self._application = application
-        self._pool = ConnectionPool(
+        self._pool = ConnectionPool[Connection](
             url,
-            connection_class=psycopg.Connection[DictRow],
+            connection_class=Connection,
             kwargs={"row_factory": dict_row, "autocommit": True, **_options(url, application)},
             min_size=0,
             max_size=most_connections,
@@ -80,27 +122,28 @@ class Database:
         )
 
     @contextmanager
-    def transaction(self) -> Generator[Tx]:
+    def transaction(self, *, answer_seconds: float = ANSWER_SECONDS) -> Generator[Tx]:
         """Open one transaction: commit at the end, roll back on an error.
 
-        Raises StoreUnavailable where Postgres cannot answer now.
+        Raises StoreUnavailable where Postgres cannot answer now, or not within `answer_seconds`.
         """
-        with self.session() as connection, connection.transaction():
+        with self.session(answer_seconds=answer_seconds) as connection, connection.transaction():
             yield connection
 
     @contextmanager
-    def session(self) -> Generator[Tx]:
+    def session(self, *, answer_seconds: float = ANSWER_SECONDS) -> Generator[Tx]:
         """Lend a connection in autocommit mode, for the few things that span transactions."""
         with translated():
             if self._pool.closed:
                 self._pool.open()
             with self._pool.connection() as connection:
+                connection.answer_seconds = answer_seconds
                 yield connection
 
     def dedicated(self) -> Tx:
         """Open a connection outside the pool, in autocommit mode; the caller closes it."""
         with translated():
-            return psycopg.Connection[DictRow].connect(
+            return Connection.connect(
                 self._url,
                 row_factory=dict_row,
                 autocommit=True,
@@ -124,7 +167,8 @@ def translated() -> Generator[None]:
         raise StoreUnavailable(f"Postgres cannot answer now ({_name(exc)})") from exc
 
 
-def _check(connection: Tx) -> None:
+def _check(connection: Connection) -> None:
+    connection.answer_seconds = LOOK_SECONDS
     # Its signature names rows as tuples; it reads none.
     ConnectionPool.check_connection(cast("psycopg.Connection[TupleRow]", connection))
 

@@ -25,11 +25,7 @@ from app.core.model import (
     Settlement,
     Skipped,
 )
-from app.core.store.database import Tx
-
-# What touches every item of a job may take longer than a statement does elsewhere: about a minute
-# for a million.
-TAKE_TIME = "SET LOCAL statement_timeout = '15min'"
+from app.core.store.database import Tx, take_time
 
 # PRESERVE ROWS, emptied before each use: a stream fills it over many short transactions.
 CREATE_INCOMING = """
@@ -469,7 +465,7 @@ def revive(tx: Tx, job_id: str) -> int:
     None where the job is being cancelled: nobody would work on them.
     """
     with tx.transaction():
-        tx.execute(TAKE_TIME)
+        take_time(tx)
         return tx.execute(REVIVE, {"job_id": job_id}).rowcount
 
 
@@ -513,7 +509,7 @@ def cancel(tx: Tx, job_id: str) -> tuple[int, set[str]]:
     Returns how many items were cancelled, and the jobs that took over some.
     """
     with tx.transaction():
-        tx.execute(TAKE_TIME)
+        take_time(tx)
         tx.execute(LOCK_OPEN, {"job_id": job_id})
         rows = tx.execute(CANCEL, {"job_id": job_id}).fetchall()
     cancelled = sum(row["status"] == ItemStatus.CANCELLED for row in rows)
@@ -618,7 +614,7 @@ def adopt(tx: Tx, job_id: str) -> int:
 
     Returns how many; none where each was a duplicate of what is in the queue.
     """
-    tx.execute(TAKE_TIME)
+    take_time(tx)
     values: dict[str, Any] = {"job_id": job_id}
     values["unowned"] = [row["id"] for row in tx.execute(LOCK_UNOWNED)]
     values["ids"] = [row["id"] for row in tx.execute(ADOPT, values)]
