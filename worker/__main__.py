@@ -1,4 +1,4 @@
-"""The operators' command line: python -m worker run | sweep | up | demo | keys | targets."""
+"""The operators' command line: python -m worker run, sweep, up, demo, drill, keys, targets."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from importlib import import_module
 from app.core import config, logs
 from app.core.errors import ConfigError
 from app.core.model import EMBEDDINGS
-from worker import admin
+from worker import admin, drill
 
 CONFIG_EXIT = 78
 
@@ -20,6 +20,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.command in ("up", "demo"):
         # They make their own settings, and need packages that production has not.
         return int(import_module(f"worker.{options.command}").run(os.environ))  # noqa: TID251 - handed on whole
+    if options.command == "drill":
+        return drill.run(options.name)
     try:
         settings = config.load()
     except ConfigError as exc:
@@ -58,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("enabled", help="exit 0 where ENABLE_QUEUE_WORKER is on, else 1")
     commands.add_parser("up", help="everything in the foreground, for development")
     commands.add_parser("demo", help="everything, and one real batch through a real model")
+    rehearse = commands.add_parser("drill", help="let a fault happen, on servers of its own")
+    rehearse.add_argument("name", choices=drill.DRILLS)
     admin.add_parsers(commands)
     return parser
 
