@@ -12,8 +12,8 @@ from app.core.context import Context, open_context
 from app.core.errors import HoldfastError, RequestError
 from app.core.keys import SCOPES, hash_of, new_key
 from app.core.model import Caller, is_trace
+from app.core.requests import TargetRequest, parse
 from app.core.store import clients, fleet, targets
-from app.core.store.targets import NewTarget
 
 OPERATOR = Caller("operator", frozenset({"admin"}))
 
@@ -41,6 +41,7 @@ def add_parsers(commands: Any) -> None:  # noqa: ANN401 - argparse has no public
     add.add_argument("--dimension", type=int, help="default: EMBEDDING_DIM")
     add.add_argument("--version", help="default: EMBEDDING_VERSION, or made of model and dimension")
     add.add_argument("--client", help="only this client may write to it")
+    add.add_argument("--prefix", default="", help="sent before each text, such as 'passage: '")
     add.set_defaults(act=add_target)
     target.add_parser("list", help="every target, and what no longer fits").set_defaults(
         act=list_targets
@@ -130,15 +131,17 @@ def revoke_key(ctx: Context, arguments: argparse.Namespace) -> int:
 def add_target(ctx: Context, arguments: argparse.Namespace) -> int:
     """Register a target after looking at its table."""
     settings = ctx.settings
-    new = NewTarget(
-        target_table=arguments.target_table,
-        id_column=arguments.id_column,
-        vector_column=arguments.vector_column,
-        model=arguments.model or settings.embedding_model,
-        embedding_version=arguments.version or settings.version_label,
-        dimension=arguments.dimension or settings.embedding_dim,
-        client=arguments.client,
-    )
+    asked = {
+        "target_table": arguments.target_table,
+        "id_column": arguments.id_column,
+        "vector_column": arguments.vector_column,
+        "model": arguments.model or settings.embedding_model,
+        "embedding_version": arguments.version,
+        "dimension": arguments.dimension,
+        "client": arguments.client,
+        "prefix": arguments.prefix,
+    }
+    new = targets.asked(parse(TargetRequest, asked), settings)
     with ctx.database.transaction() as tx:
         target = targets.register(tx, new)
     print(f"{target.target_table} {target.embedding_version}: registered, current")

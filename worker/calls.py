@@ -148,7 +148,7 @@ class Calls:
             yield Answer(claims, (), BackendFault(ErrorClass.UNREACHABLE, PAUSED_MESSAGE))
             return
         try:
-            vectors = self._call(model, [claim.text for claim in claims])
+            vectors = self._call(model, [self.target(each).prefix + each.text for each in claims])
         except _NoTimeLeft:
             yield _released(claims)
         except BackendFault as fault:

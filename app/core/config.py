@@ -200,8 +200,12 @@ class Settings:
     @property
     def version_label(self) -> str:
         """The embedding_version of a target that is registered without one."""
-        model = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.embedding_model)
-        return self.embedding_version or f"{model}-{self.embedding_dim}"
+        return self.embedding_version or label_of(self.embedding_model, self.embedding_dim)
+
+
+def label_of(model: str, dimension: int) -> str:
+    """Return a label for the vectors of a model."""
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', model)}-{dimension}"
 
 
 def is_loopback(host: str) -> bool:

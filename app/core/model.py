@@ -108,6 +108,8 @@ class Target:
     dimension: int
     model: str
     client: str | None = None
+    prefix: str = ""
+    """Sent before each text, where the model wants one for what is to be found (E5)."""
     is_current: bool = True
 
 

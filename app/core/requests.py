@@ -83,6 +83,23 @@ class TraceRequest(BaseModel):
     params: TraceParams = TraceParams()
 
 
+class TargetRequest(BaseModel):
+    """The body of POST /api/targets; what is left out comes from the settings."""
+
+    model_config = _STRICT
+
+    target_table: Annotated[str, Field(min_length=1, max_length=128, pattern=NO_NUL)]
+    id_column: Annotated[str, Field(min_length=1, max_length=63, pattern=NO_NUL)]
+    vector_column: Annotated[str, Field(min_length=1, max_length=63, pattern=NO_NUL)]
+    model: Annotated[str, Field(min_length=1, max_length=256, pattern=NO_NUL)]
+    embedding_version: (
+        Annotated[str, Field(min_length=1, max_length=256, pattern=NO_NUL)] | None
+    ) = None
+    dimension: Annotated[int, Field(ge=1, le=16000)] | None = None
+    client: Annotated[str, Field(min_length=1, max_length=128, pattern=NO_NUL)] | None = None
+    prefix: Annotated[str, Field(max_length=1000, pattern=NO_NUL)] = ""
+
+
 class Requeue(BaseModel):
     """The body of a requeue."""
 

@@ -8,7 +8,7 @@ from app.core import config, logs
 from app.core.config import Settings
 from app.core.context import open_context, source_options
 from app.core.ports import find
-from app.web import jobs, metrics, ops, pages, problems, submit
+from app.web import jobs, metrics, ops, pages, problems, submit, targets
 from app.web.auth import Keys
 
 EXTRA_CONNECTIONS = 4
@@ -37,8 +37,9 @@ def create_app(settings: Settings | None = None) -> Flask:
         # Set when this process is asked to stop: whoever waits for a job is answered at once.
         stopping=Event(),
     )
-    for blueprint in (submit.blueprint, jobs.blueprint, jobs.traces, ops.blueprint):
-        app.register_blueprint(blueprint)
+    for views in (submit, jobs, ops, targets):
+        app.register_blueprint(views.blueprint)
+    app.register_blueprint(jobs.traces)
     metrics.register(app)
     pages.register(app)
     problems.register(app)

@@ -817,6 +817,20 @@ def second_model(own_mill: Mill) -> str:
     return "m-two"
 
 
+def test_what_a_target_wants_said_before_a_text_is_sent_and_is_not_kept(own_mill: Mill) -> None:
+    own_mill.rows("ALTER TABLE conversations ADD COLUMN embedding_e5 vector(8)")
+    wanted = NewTarget("conversations", "id", "embedding_e5", "e5", "e5-8", 8, prefix="passage: ")
+    with own_mill.ctx.database.transaction() as tx:
+        targets.register(tx, wanted)
+
+    job_id = own_mill.submit("one", "two", table="conversations")
+    own_mill.drain(job_id)
+
+    assert sorted(own_mill.fake.arrivals) == ["passage: one", "passage: two"]
+    assert own_mill.column(job_id, "text_content") == ["one", "two"]
+    assert own_mill.column(job_id, "status") == ["done", "done"]
+
+
 def is_of(model: str, reply: Reply) -> fakes.Rule:
     return lambda request: reply if request.model == model else None
 

@@ -5,13 +5,15 @@ from typing import Any
 
 from psycopg.rows import class_row
 
+from app.core.config import Settings, label_of
 from app.core.errors import Fault, InvalidRequest
 from app.core.model import Target
+from app.core.requests import TargetRequest
 from app.core.store.database import Tx
 
 LIST = """
 SELECT target_table, embedding_version, table_schema, table_name, id_column, id_type,
-       vector_column, dimension, model, client, is_current
+       vector_column, dimension, model, client, prefix, is_current
   FROM holdfast.embedding_targets
  ORDER BY target_table, embedding_version
 """
@@ -59,6 +61,17 @@ class NewTarget:
     embedding_version: str
     dimension: int
     client: str | None = None
+    prefix: str = ""
+
+
+def asked(request: TargetRequest, settings: Settings) -> NewTarget:
+    """Return what is asked for, with what it leaves out: the dimension, and a label made of it."""
+    dimension = request.dimension or settings.embedding_dim
+    is_usual = (request.model, dimension) == (settings.embedding_model, settings.embedding_dim)
+    label = settings.version_label if is_usual else label_of(request.model, dimension)
+    values = request.model_dump()
+    values |= {"dimension": dimension, "embedding_version": request.embedding_version or label}
+    return NewTarget(**values)
 
 
 UNSET_CURRENT = """
@@ -68,14 +81,16 @@ UPDATE holdfast.embedding_targets SET is_current = false
 INSERT = """
 INSERT INTO holdfast.embedding_targets
        (target_table, embedding_version, table_schema, table_name, id_column, id_type,
-        vector_column, dimension, model, client)
+        vector_column, dimension, model, client, prefix)
 VALUES (%(target_table)s, %(embedding_version)s, %(table_schema)s, %(table_name)s, %(id_column)s,
-        %(id_type)s, %(vector_column)s, %(dimension)s, %(model)s, %(client)s)
+        %(id_type)s, %(vector_column)s, %(dimension)s, %(model)s, %(client)s,
+        %(prefix)s)
     ON CONFLICT (target_table, embedding_version) DO UPDATE
    SET client = excluded.client, id_type = excluded.id_type, is_current = true
  WHERE (embedding_targets.id_column, embedding_targets.vector_column, embedding_targets.model,
-        embedding_targets.dimension)
-     = (excluded.id_column, excluded.vector_column, excluded.model, excluded.dimension)
+        embedding_targets.dimension, embedding_targets.prefix)
+     = (excluded.id_column, excluded.vector_column, excluded.model, excluded.dimension,
+        excluded.prefix)
 """
 COLUMN_TAKEN = """
 SELECT embedding_version FROM holdfast.embedding_targets
@@ -100,7 +115,9 @@ def register(tx: Tx, new: NewTarget) -> Target:
         raise InvalidRequest("the target does not fit", faults=[_fault("vector_column", message)])
     tx.execute(UNSET_CURRENT, values)
     if not tx.execute(INSERT, values).rowcount:
-        message = "is registered with another column, model or dimension; choose a new version"
+        message = (
+            "is registered with another column, model, dimension or prefix; choose a new version"
+        )
         raise InvalidRequest(
             "the target does not fit", faults=[_fault("embedding_version", message)]
         )
@@ -120,6 +137,7 @@ def faults(tx: Tx, target: Target) -> list[Fault]:
                 embedding_version=target.embedding_version,
                 dimension=target.dimension,
                 client=target.client,
+                prefix=target.prefix,
             ),
         )
     except InvalidRequest as exc:

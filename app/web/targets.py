@@ -1,0 +1,50 @@
+"""GET and POST /api/targets: which tables vectors may be written to, for whoever is admin."""
+
+from typing import Any, cast
+
+from flask import Blueprint, Response, current_app
+
+from app.core.context import Context
+from app.core.model import Target
+from app.core.requests import TargetRequest, parse
+from app.core.store import targets
+from app.core.store.database import Tx
+from app.web import body
+from app.web.auth import needs
+
+blueprint = Blueprint("targets", __name__)
+
+SHOWN = (
+    *("target_table", "id_column", "vector_column", "dimension", "model", "embedding_version"),
+    *("client", "prefix", "is_current"),
+)
+
+
+@blueprint.get("/api/targets")
+@needs("admin")
+def listed() -> Response:
+    """Answer every target, with what no longer fits the database."""
+    body.only_arguments()
+    ctx = cast("Context", current_app.extensions["context"])
+    with ctx.database.transaction() as tx:
+        found = [_shown(tx, each) for each in targets.registered(tx)]
+    return body.answer({"targets": found})
+
+
+@blueprint.post("/api/targets")
+@needs("admin")
+def register() -> Response:
+    """Register a target, or a new current version of one, after looking at its table."""
+    ctx = cast("Context", current_app.extensions["context"])
+    body.only_arguments()
+    body.require_type("application/json")
+    asked = parse(TargetRequest, body.parse(body.read(body.SMALL_BODY_BYTES, "small_body_bytes")))
+    with ctx.database.transaction() as tx:
+        target = targets.register(tx, targets.asked(asked, ctx.settings))
+        shown = _shown(tx, target)
+    return body.answer(shown)
+
+
+def _shown(tx: Tx, target: Target) -> dict[str, Any]:
+    faults = [{"field": each.field, "message": each.message} for each in targets.faults(tx, target)]
+    return {**{name: getattr(target, name) for name in SHOWN}, "faults": faults}
