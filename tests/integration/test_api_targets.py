@@ -13,6 +13,7 @@ from tests.api import (  # noqa: F401 - fixtures among them
     make_door,
     make_ground,
 )
+from tests.processes import StartProcess
 
 NOTES: dict[str, Any] = {
     "target_table": "notes",
@@ -153,3 +154,23 @@ def test_targets_are_for_whoever_is_admin(ground: Ground, admin: Door, scope: st
     assert door.get("/api/targets").status == 403
     assert door.send("/api/targets", NOTES).status == 403
     assert ("notes", f"m-{DIMENSION}") not in names(admin.get("/api/targets"))
+
+
+def test_the_command_does_the_same_with_what_is_left_out_made_of_the_settings(
+    ground: Ground, admin: Door, start_process: StartProcess
+) -> None:
+    command = ["worker", "targets", "add", "notes", "--model", "e5:small"]
+    made = start_process(*command, "--prefix", "passage: ", **ground.environ)
+
+    assert made.wait() == 0, made.said
+    [notes] = [
+        each
+        for each in admin.get("/api/targets").json["targets"]
+        if each["target_table"] == "notes"
+    ]
+    assert (notes["model"], notes["embedding_version"]) == ("e5:small", f"e5-small-{DIMENSION}")
+    assert notes["prefix"] == "passage: "
+
+    refused = start_process(*command, "--dimension", "9", **ground.environ)
+    assert refused.wait() == 1
+    assert "dimension" in refused.said
