@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 REDIS_RETRIES = 40
 """About 80 s: a worker that gives up sooner leaves its horse alone over a restart of Redis."""
 REDIS_PAUSE_SECONDS = 2.0
+AWAY = (redis.ConnectionError, redis.TimeoutError)
+REFUSED = (redis.OutOfMemoryError, redis.ReadOnlyError)
+"""Redis is there and takes nothing: it is full, or a replica. It can still be read."""
 CONNECT_SECONDS = 5.0
 MONITOR_SECONDS = 15
 MAINTENANCE_SECONDS = 60
@@ -116,7 +119,8 @@ class HoldfastWorker(Worker):
     def __init__(self, settings: Settings, queue: str, *, stop: StopByte, notice: "Notice") -> None:
         host = socket.gethostname()
         name = f"{host}-{queue}-{secrets.token_hex(4)}"  # RQ refuses a name that a dead one had
-        connection = patient(settings.redis_url, name)
+        self._patience = NotedRetry()
+        connection = patient(settings.redis_url, name, self._patience)
         super().__init__(
             [BellQueue(queue, connection=connection, job_class=BellJob, serializer="json")],
             name=name,
@@ -155,6 +159,8 @@ class HoldfastWorker(Worker):
                 return super().dequeue_job_and_maintain_ttl(timeout, max_idle_time)
             except UnicodeDecodeError as exc:
                 self._drop(exc.object)
+            except REFUSED:
+                self.counters["redis_errors"] += 1  # and once more, as where it is away
             except (ValueError, redis.ResponseError) as exc:
                 bell = getattr(exc, "job_id", None)  # RQ's mark: it was taken from the queue
                 if bell is None:
@@ -170,11 +176,14 @@ class HoldfastWorker(Worker):
     def execute_job(self, job: RqJob, queue: Queue) -> None:
         """Have a horse follow a bell; show what is no bell as failed."""
         refusal = job.refusal if isinstance(job, BellJob) else "it is none"
-        if refusal is not None:
-            self._refuse(job, queue, refusal)
-            return
-        self.counters["bells"] += 1
-        super().execute_job(job, queue)
+        try:
+            if refusal is not None:
+                self._refuse(job, queue, refusal)
+            else:
+                self.counters["bells"] += 1
+                super().execute_job(job, queue)
+        except REFUSED:
+            self.counters["redis_errors"] += 1  # a bell that nobody has followed is rung again
 
     def _refuse(self, job: RqJob, queue: Queue, refusal: str) -> None:
         self.counters["bells_refused"] += 1
@@ -191,10 +200,20 @@ class HoldfastWorker(Worker):
         super().fork_work_horse(job, queue)
 
     def setup_work_horse_signals(self) -> None:
-        """Begin as a horse: be the first to go where memory runs out."""
+        """Begin as a horse: be the first to go where memory runs out, and wait for no refusal."""
         super().setup_work_horse_signals()  # type: ignore[no-untyped-call]
+        self._patience.take_refusals()
         with suppress(OSError):  # no /proc: then the kernel chooses
             Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, "ascii")
+
+    def perform_job(self, job: RqJob, queue: Queue, execution: Execution) -> bool:
+        """Follow the bell; whether RQ can write how that went is nobody's matter but a person's."""
+        try:
+            return super().perform_job(job, queue, execution)
+        except redis.RedisError as exc:
+            facts = {"event": "redis_lost", "bell": job.id, "reason": type(exc).__name__}
+            log.warning("RQ could not note how a bell went", extra=facts)
+            return False
 
     def handle_exception(self, job: RqJob, *exc_info: Any) -> None:  # noqa: ANN401 - RQ's signature
         """Say in one line that a bell failed; RQ would log its arguments and traceback."""
@@ -251,7 +270,11 @@ class HoldfastWorker(Worker):
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:  # noqa: ANN401
         """Say that this worker lives: to RQ, to the service manager, and in Postgres."""
-        super().heartbeat(timeout, pipeline)
+        try:
+            super().heartbeat(timeout, pipeline)
+        except REFUSED:
+            self.counters["redis_errors"] += 1
+            return
         if self.is_horse:
             return
         self._notice.send("WATCHDOG=1")
@@ -381,13 +404,20 @@ class NotedRetry(Retry):
     """Tries for long, and says once that Redis is lost and once that it is back."""
 
     def __init__(self) -> None:
-        passing = (redis.ConnectionError, redis.TimeoutError, redis.OutOfMemoryError)
         pauses = ExponentialBackoff(cap=REDIS_PAUSE_SECONDS, base=0.1)
-        super().__init__(pauses, REDIS_RETRIES, supported_errors=passing)
+        super().__init__(pauses, REDIS_RETRIES, supported_errors=(*AWAY, *REFUSED))
         self._is_lost = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # redis-py copies it for each connection; they share what is known
+
+    def take_refusals(self) -> None:
+        """Wait no longer where Redis takes nothing.
+
+        At the end of a bell RQ would take each refusal for a change of what it watches, and try
+        again without a pause.
+        """
+        self._supported_errors = AWAY
 
     def call_with_retry(
         self,
@@ -396,15 +426,24 @@ class NotedRetry(Retry):
         *args: Any,  # noqa: ANN401
         **options: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """Do it, and again while Redis is away."""
+        """Do it, and again while Redis is away or takes nothing."""
+        is_refused = False
 
         def succeed() -> Any:  # noqa: ANN401
             result = do()
+            # A Redis that takes nothing can be read: only who was refused knows that it is back.
+            if is_refused:
+                _say_redis(is_lost=False)
             self._note(is_lost=False)
             return result
 
         def note_failure(error: Exception, *count: int) -> Any:  # noqa: ANN401
-            self._note(is_lost=True, reason=type(error).__name__)
+            nonlocal is_refused
+            if not isinstance(error, REFUSED):
+                self._note(is_lost=True, reason=type(error).__name__)
+            elif not is_refused:
+                is_refused = True
+                _say_redis(is_lost=True, reason=type(error).__name__)
             return fail(error, *count)
 
         return super().call_with_retry(succeed, note_failure, *args, **options)
@@ -412,17 +451,21 @@ class NotedRetry(Retry):
     def _note(self, *, is_lost: bool, reason: str | None = None) -> None:
         if is_lost != self._is_lost:
             self._is_lost = is_lost
-            event = "redis_lost" if is_lost else "redis_back"
-            facts = {"event": event, "reason": reason}
-            log.warning("Redis is %s", "away" if is_lost else "back", extra=facts)
+            _say_redis(is_lost=is_lost, reason=reason)
 
 
-def patient(url: str, name: str) -> Link:
+def _say_redis(*, is_lost: bool, reason: str | None = None) -> None:
+    event = "redis_lost" if is_lost else "redis_back"
+    facts = {"event": event, "reason": reason}
+    log.warning("Redis is %s", "away" if is_lost else "back", extra=facts)
+
+
+def patient(url: str, name: str, retry: NotedRetry) -> Link:
     """Make the worker's client, which outlasts a restart of Redis."""
     return redis.Redis.from_url(
         url,
         client_name=name,
-        retry=NotedRetry(),
+        retry=retry,
         health_check_interval=30,
         socket_connect_timeout=CONNECT_SECONDS,
     )
