@@ -159,8 +159,8 @@ class HoldfastWorker(Worker):
                 return super().dequeue_job_and_maintain_ttl(timeout, max_idle_time)
             except UnicodeDecodeError as exc:
                 self._drop(exc.object)
-            except REFUSED:
-                self.counters["redis_errors"] += 1  # and once more, as where it is away
+            except REFUSED:  # once more, as where Redis is away
+                self.counters["redis_errors"] += 1
             except (ValueError, redis.ResponseError) as exc:
                 bell = getattr(exc, "job_id", None)  # RQ's mark: it was taken from the queue
                 if bell is None:
@@ -176,14 +176,12 @@ class HoldfastWorker(Worker):
     def execute_job(self, job: RqJob, queue: Queue) -> None:
         """Have a horse follow a bell; show what is no bell as failed."""
         refusal = job.refusal if isinstance(job, BellJob) else "it is none"
-        try:
+        with self._despite_refusals():  # a bell that nobody has followed is rung again
             if refusal is not None:
                 self._refuse(job, queue, refusal)
             else:
                 self.counters["bells"] += 1
                 super().execute_job(job, queue)
-        except REFUSED:
-            self.counters["redis_errors"] += 1  # a bell that nobody has followed is rung again
 
     def _refuse(self, job: RqJob, queue: Queue, refusal: str) -> None:
         self.counters["bells_refused"] += 1
@@ -270,16 +268,14 @@ class HoldfastWorker(Worker):
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:  # noqa: ANN401
         """Say that this worker lives: to RQ, to the service manager, and in Postgres."""
-        try:
+        with self._despite_refusals():
             super().heartbeat(timeout, pipeline)
-        except REFUSED:
-            self.counters["redis_errors"] += 1
-            return
         if self.is_horse:
             return
         self._notice.send("WATCHDOG=1")
         if pipeline is None:  # else nothing has been sent yet
-            self._register_again()
+            with self._despite_refusals():
+                self._register_again()
             if time.monotonic() >= self._next_beat:
                 self._beat()
 
@@ -340,6 +336,21 @@ class HoldfastWorker(Worker):
         ):
             yield connection
 
+    # ---- a Redis that takes nothing ------------------------------------------------------
+
+    @contextmanager
+    def _despite_refusals(self) -> Generator[None]:
+        """Do what RQ wants to write, and go on where Redis still takes nothing."""
+        try:
+            yield
+        except REFUSED:
+            self.counters["redis_errors"] += 1
+
+    def check_for_suspension(self, burst: bool) -> None:  # noqa: FBT001 - RQ's signature
+        """Rest while an operator has suspended all workers; RQ writes a heartbeat to ask."""
+        with self._despite_refusals():
+            super().check_for_suspension(burst)  # type: ignore[no-untyped-call]
+
     # ---- keeping RQ's lists --------------------------------------------------------------
 
     def run_maintenance_tasks(self) -> None:
@@ -365,7 +376,8 @@ class HoldfastWorker(Worker):
             worker_registration.clean_worker_registry(queue)
             queue.intermediate_queue.cleanup(self, queue)
         finally:
-            queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
+            if not self._stop.is_set():  # a stop waits for nobody: the lock runs out
+                queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
 
     # ---- the end -------------------------------------------------------------------------
 

@@ -183,12 +183,13 @@ INVARIANTS: dict[str, LiteralString] = {
         SELECT id, state, final_counts
           FROM holdfast.jobs, jsonb_to_record(final_counts)
                AS c(done int, skipped int, failed int, cancelled int, pending int, processing int)
-         WHERE state <> CASE WHEN cancelled > 0 THEN 'cancelled' WHEN failed = 0 THEN 'completed'
+         WHERE finished_at IS NOT NULL AND (
+               state <> CASE WHEN cancelled > 0 THEN 'cancelled' WHEN failed = 0 THEN 'completed'
                              WHEN done + skipped > 0 THEN 'completed_with_errors'
                              ELSE 'failed' END
             OR pending + processing > 0
             OR done + skipped + failed + cancelled <> (
-                   SELECT count(*) FROM holdfast.job_items i WHERE i.job_id = jobs.id)
+                   SELECT count(*) FROM holdfast.job_items i WHERE i.job_id = jobs.id))
     """,
     "I12 nothing is claimed before its time": """
         SELECT item_id, due_at, claimed_at FROM audit.claims WHERE claimed_at < due_at

@@ -113,9 +113,9 @@ class Stage:
 
     # ---- processes
 
-    def start_worker(self, **more: str) -> Running:
-        """Start a worker, and wait until it hears bells."""
-        worker = self.start_process("worker", "run", QUEUE, **more)
+    def start_worker(self, *launcher: str, **more: str) -> Running:
+        """Start a worker, by a launcher where one is given, and wait until it hears bells."""
+        worker = self.start_process(*launcher, "worker", "run", QUEUE, **more)
         self._wait_until_it_beats(worker)
         return worker
 
@@ -352,7 +352,8 @@ class Stage:
 
     def check_now(self) -> None:
         """Check what must hold at any moment, in the middle of a fault too."""
-        assert invariants.violations(self._audited(), at_any_time=True) == {}
+        found = invariants.violations(self._audited(), at_any_time=True)
+        assert found == {}, found
 
     def _audited(self) -> str:
         """Hand the client's books to the audit."""

@@ -615,6 +615,7 @@ OVERRIDDEN = [
     *("dequeue_job_and_maintain_ttl", "execute_job", "fork_work_horse", "handle_exception"),
     *("setup_work_horse_signals", "handle_work_horse_killed", "bootstrap", "heartbeat"),
     *("maintain_heartbeats", "run_maintenance_tasks", "clean_registries", "teardown"),
+    *("perform_job", "check_for_suspension"),
     *("handle_warm_shutdown_request", "set_shutdown_requested_date", "_set_ip_address"),
     *("queue_class", "job_class", "max_connection_wait_time"),
 ]
