@@ -45,6 +45,11 @@ class PostgresAlone:
         """Whether it runs."""
         return self.process.running is not None and self.process.death is None
 
+    @property
+    def recoveries(self) -> int:
+        """How often it came up and found that it had not been stopped in order."""
+        return self.log.read_text("utf-8", "replace").count("was not properly shut down")
+
     def start(self) -> None:
         """Start it on the same port, and wait until it takes connections."""
         self.process = servers.postgres(self.place, self.port, self.log)

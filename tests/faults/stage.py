@@ -340,7 +340,8 @@ class Stage:
         """Check the invariants, what the stores hold, what was sent, and what pollers saw."""
         for name, value in self.figures.items():
             self.record(name, value)
-        assert invariants.violations(self._audited()) == {}
+        found = invariants.violations(self._audited())
+        assert found == {}, found
         self._check_vectors()
         assert self.calls <= self.bound, (self.calls, self.bound)
         for job_id, seen in self.polls.items():
