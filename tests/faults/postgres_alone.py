@@ -2,12 +2,14 @@
 
 import os
 import signal
+import subprocess
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psycopg
+import pytest
 
 from app.core import config
 from migrations.__main__ import migrate
@@ -46,9 +48,14 @@ class PostgresAlone:
         return self.process.running is not None and self.process.death is None
 
     @property
+    def said(self) -> str:
+        """What it has written to its log."""
+        return self.log.read_text("utf-8", "replace")
+
+    @property
     def recoveries(self) -> int:
         """How often it came up and found that it had not been stopped in order."""
-        return self.log.read_text("utf-8", "replace").count("was not properly shut down")
+        return self.said.count("was not properly shut down")
 
     def start(self) -> None:
         """Start it on the same port, and wait until it takes connections."""
@@ -67,10 +74,56 @@ class PostgresAlone:
         os.kill(self.process.running.pid, signal.SIGQUIT)
         wait_for(lambda: self.process.death, READY_SECONDS)
 
+    def move(self, name: str, disk: "SmallDisk") -> None:
+        """Stop it, put a folder of its data on another disk, and start it again."""
+        self.process.stop()
+        old, new = self.data / name, disk.folder / name
+        assert self.place.output("cp", "--archive", old, new) is not None
+        assert self.place.output("rm", "--recursive", old) is not None
+        old.symlink_to(new)
+        self.start()
+
     def execute(self, statement: str) -> None:
         """Run one statement as the superuser, on a connection for it alone."""
         with psycopg.connect(self.url, autocommit=True) as connection:
             connection.execute(statement.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class SmallDisk:
+    """A disk of a scenario's own, which may be filled."""
+
+    folder: Path
+
+    @property
+    def ballast(self) -> Path:
+        """What fills it."""
+        return self.folder / "ballast"
+
+    def fill(self) -> None:
+        """Leave no room on it."""
+        with suppress(OSError), self.ballast.open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    def make_room(self) -> None:
+        """Give the room back."""
+        self.ballast.unlink()
+
+
+@contextmanager
+def open_disk(size_bytes: int) -> Generator[SmallDisk]:
+    """Mount one for everybody; skips, loudly, where this machine does not let us."""
+    with open_folder() as folder:
+        options = f"size={size_bytes},mode=1777"
+        mount = ["/bin/mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        done = subprocess.run(mount, check=False, capture_output=True)
+        if done.returncode != 0:
+            pytest.skip(f"no disk can be mounted here: {done.stderr.decode()}")
+        try:
+            yield SmallDisk(folder)
+        finally:
+            subprocess.run(["/bin/umount", "--lazy", str(folder)], check=True)
 
 
 @contextmanager

@@ -102,10 +102,15 @@ class Stage:
         self.connect()
 
     def connect(self) -> None:
-        """Come to the database, again where it was away."""
+        """Come to the database."""
         self._connection = psycopg.connect(
             self.environ["DATABASE_URL"], autocommit=True, row_factory=dict_row
         )
+
+    def reconnect(self) -> None:
+        """Come back to a database that was away."""
+        self.close()
+        self.connect()
 
     def close(self) -> None:
         """Leave the database."""

@@ -42,6 +42,8 @@ PASSING = (
     pg.SerializationFailure,
     pg.InsufficientResources,
     pg.ReadOnlySqlTransaction,
+    pg.IdleInTransactionSessionTimeout,
+    pg.TransactionTimeout,
     PoolTimeout,
     PoolClosed,
 )
@@ -55,6 +57,8 @@ def _options(url: str, application: str) -> dict[str, Any]:
         "lock_timeout": LOCK_SECONDS * 1000,
         "idle_in_transaction_session_timeout": IDLE_SECONDS * 1000,
         "jit": "off",  # compiling costs more than any statement of ours takes
+        # Statements that wait for a row look again at what was committed meanwhile.
+        "default_transaction_isolation": r"read\ committed",
         "timezone": "UTC",
     }
     theirs = str(conninfo_to_dict(url).get("options") or "")
