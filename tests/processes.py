@@ -15,11 +15,13 @@ from typing import Protocol, TypeVar
 
 ROOT = Path(__file__).parent.parent
 POLL_SECONDS = 0.02
+WAIT_SECONDS = 30.0
+"""Much longer than anything takes on a machine with other work."""
 
 Found = TypeVar("Found")
 
 
-def wait_for(find: Callable[[], Found], seconds: float = 10) -> Found:
+def wait_for(find: Callable[[], Found], seconds: float = WAIT_SECONDS) -> Found:
     """Return what `find` returns once it is true; fail where it is not within `seconds`."""
     end = time.monotonic() + seconds
     pause = threading.Event()
@@ -32,7 +34,7 @@ def wait_for(find: Callable[[], Found], seconds: float = 10) -> Found:
 class WaitFor(Protocol):
     """The type of the fixture `wait_for`."""
 
-    def __call__(self, find: Callable[[], Found], seconds: float = 10) -> Found:
+    def __call__(self, find: Callable[[], Found], seconds: float = WAIT_SECONDS) -> Found:
         """Wait for a fact."""
         ...
 

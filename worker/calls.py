@@ -14,6 +14,7 @@ from app.core.errors import (
     ErrorClass,
     HoldfastError,
     RequestFault,
+    SuspectFault,
     WorkError,
 )
 from app.core.model import (
@@ -90,6 +91,8 @@ class Calls:
         self.control: dict[str, WorkError | None] = {}
         self.tells_apart: set[str] = set()
         self.halted: set[str] = set()
+        self.well: set[str] = set()
+        """Models whose last call was answered."""
         self.call_seconds = 0.0
         self.ends = time.monotonic() + self.ctx.bell_seconds - SETTLE_SECONDS
 
@@ -142,20 +145,24 @@ class Calls:
     # ---- whose fault is it ---------------------------------------------------------------
 
     def _embed(
-        self, model: str, claims: Sequence[Claim], *, again: bool = False
+        self, model: str, claims: Sequence[Claim], *, failed: WorkError | None = None
     ) -> Iterator[Answer]:
+        """Say what became of claims; `failed` is how a call with these texts has failed before."""
         if model in self.halted:
-            yield Answer(claims, (), BackendFault(ErrorClass.UNREACHABLE, PAUSED_MESSAGE))
+            halted = BackendFault(ErrorClass.UNREACHABLE, PAUSED_MESSAGE)
+            yield self._away(claims, halted, failed)
             return
         try:
+            if failed is None and claims[0].kills:
+                self._see_that_it_is_well(model)
             vectors = self._call(model, [self.target(each).prefix + each.text for each in claims])
         except _NoTimeLeft:
             yield _released(claims)
         except BackendFault as fault:
-            yield self.pause(model, claims, fault)
+            yield self._away(claims, self.pause(model, fault), failed)
         except (RequestFault, AnswerFault) as fault:
-            if isinstance(fault, RequestFault) and fault.retry_whole and not again:
-                yield from self._embed(model, claims, again=True)
+            if isinstance(fault, RequestFault) and fault.retry_whole and not failed:
+                yield from self._embed(model, claims, failed=fault)
             else:
                 yield from self._narrow(model, claims, fault)
         else:
@@ -168,6 +175,7 @@ class Calls:
         Raises _NoTimeLeft where the call could outlive the bell.
         """
         self._check_canary(model)
+        self.well.discard(model)
         known = self.backends.get(model)
         if known and known.paused_since and known.error_class == ErrorClass.BAD_ANSWER:
             self._check_contrast(model)  # one text, with which a backend is tried, tells too little
@@ -175,6 +183,7 @@ class Calls:
         if are_alike(texts, vectors):
             self._check_contrast(model)
             raise AnswerFault(f"the same vector for {len(set(texts))} different texts")
+        self.well.add(model)
         return vectors
 
     def _ask(self, model: str, texts: Sequence[str]) -> list[list[float]]:
@@ -276,13 +285,13 @@ class Calls:
             if shared is not None:
                 message = f"{fault.message} (so does a harmless text)"
                 worse = BackendFault(fault.error_class, message)
-                yield self.pause(model, claims, worse)
+                yield self._away(claims, self.pause(model, worse), fault)
                 return
         if not middle:
             yield Answer(claims, (), fault)
             return
-        yield from self._embed(model, claims[:middle], again=True)
-        yield from self._embed(model, claims[middle:], again=True)
+        yield from self._embed(model, claims[:middle], failed=fault)
+        yield from self._embed(model, claims[middle:], failed=fault)
 
     def _control(self, model: str, *, afresh: bool) -> WorkError | None:
         """Return what is wrong with the backend for a harmless text, or None.
@@ -298,7 +307,30 @@ class Calls:
                 self.control[model] = None
         return self.control[model]
 
-    def pause(self, model: str, claims: Sequence[Claim], fault: BackendFault) -> Answer:
+    def _see_that_it_is_well(self, model: str) -> None:
+        """Raise BackendFault where the backend is not well before it has a text under suspicion."""
+        if model in self.well:
+            return
+        error = self._control(model, afresh=True)
+        if error is not None:
+            raise BackendFault(error.error_class, f"{error.message} (for a harmless text)")
+
+    def _away(
+        self, claims: Sequence[Claim], fault: BackendFault, failed: WorkError | None
+    ) -> Answer:
+        """Say what an outage is to claims whose call has `failed` right before it, or has not.
+
+        One of several texts may have brought the backend down: the next time each is alone. A text
+        that was alone, and sent when the backend was well, is charged.
+        """
+        if not isinstance(failed, RequestFault) or failed.error_class is ErrorClass.BAD_INPUT:
+            return Answer(claims, (), fault)
+        if len(claims) == 1 and claims[0].kills:
+            message = f"{failed.message}, and the backend was away after it: {fault.message}"
+            return Answer(claims, (), RequestFault(failed.error_class, message))
+        return Answer(claims, (), SuspectFault(fault.error_class, fault.message))
+
+    def pause(self, model: str, fault: BackendFault) -> BackendFault:
         """Pause the backend, so that nobody pays for its fault and nobody hammers it."""
         self.halted.add(model)
         self.loaded.discard(model)
@@ -326,7 +358,7 @@ class Calls:
                     "error_class": fault.error_class,
                 },
             )
-        return Answer(claims, (), BackendFault(fault.error_class, fault.message))
+        return BackendFault(fault.error_class, fault.message)
 
     def _remember_limit(self, model: str, most: int) -> None:
         with self.ctx.database.transaction() as tx:

@@ -186,7 +186,7 @@ class _Drain:
         except BackendFault as fault:
             # The sink's fault as a whole, not a row's: nobody is charged until it is mended.
             model = self.calls.model(answer.claims[0])
-            self._settle(self.calls.pause(model, answer.claims, fault))
+            self._settle(Answer(answer.claims, (), self.calls.pause(model, fault)))
 
     def _settle(self, answer: Answer) -> None:
         """Write the outcomes; come back for rows that others hold, and hold none meanwhile."""

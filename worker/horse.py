@@ -349,7 +349,7 @@ class HoldfastWorker(Worker):
     def check_for_suspension(self, burst: bool) -> None:  # noqa: FBT001 - RQ's signature
         """Rest while an operator has suspended all workers; RQ writes a heartbeat to ask."""
         with self._despite_refusals():
-            super().check_for_suspension(burst)  # type: ignore[no-untyped-call]
+            super().check_for_suspension(burst)
 
     # ---- keeping RQ's lists --------------------------------------------------------------
 

@@ -268,6 +268,10 @@ class BackendFault(WorkError):
     """The backend as a whole is away, busy or misconfigured: nobody is charged."""
 
 
+class SuspectFault(BackendFault):
+    """The same, and it was well until it had these texts: one of them may be why."""
+
+
 class RequestFault(WorkError):
     """The backend refused these texts: halve them until one stands alone.
 

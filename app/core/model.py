@@ -15,6 +15,7 @@ from app.core.errors import (
     ErrorClass,
     RequestFault,
     SinkFault,
+    SuspectFault,
     WorkError,
 )
 
@@ -184,10 +185,12 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Given back uncharged: the fault was not the item's."""
+    """Given back uncharged: the fault was not the item's, or nobody knows yet."""
 
     error: WorkError
     after_seconds: float
+    is_suspect: bool = False
+    """Whether it is to be claimed alone next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +271,8 @@ def decide(claim: Claim, error: WorkError | None) -> Outcome:
         case None:
             return Done()
         case BackendFault():
-            return Release(error, error.retry_after_seconds or 0.0)
+            is_suspect = isinstance(error, SuspectFault)
+            return Release(error, error.retry_after_seconds or 0.0, is_suspect)
         case RequestFault(error_class=ErrorClass.BAD_INPUT):
             return Failed(error)
         case SinkFault():

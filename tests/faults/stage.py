@@ -272,10 +272,10 @@ class Stage:
         """Note that what was broken is whole again: the drain begins."""
         self.ended_at = time.monotonic()
 
-    def wait_until_final(self) -> None:
+    def wait_until_final(self, seconds: float = DRAIN_SECONDS) -> None:
         """Wait until all jobs are final."""
         began = self.ended_at or time.monotonic()
-        wait_for(lambda: self.are_final, DRAIN_SECONDS)
+        wait_for(lambda: self.are_final, seconds)
         self.drain_seconds = round(time.monotonic() - began, 2)
 
     # ---- striking

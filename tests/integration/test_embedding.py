@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from threading import Event
 
@@ -441,6 +441,87 @@ def test_an_outage_charges_nobody_and_is_named(mill: Mill, reply: Reply, error_c
     assert mill.drain(job_id) == {"done": 20}
     assert mill.backend()["is_paused"] is False
     assert set(mill.column(job_id, "attempts")) == {1}
+
+
+class Fragile:
+    """A backend that one text brings down, until it is started again."""
+
+    def __init__(self, fake: Fake, poison: str) -> None:
+        self.is_down = False
+        self._poison = poison
+        fake.rules.append(self._rule)
+
+    def _rule(self, request: fakes.Request) -> Reply | None:
+        if self.is_down:
+            return Reply(status=503, error="starting")
+        if self._poison not in request.texts:
+            return None
+        self.is_down = True
+        return Reply(hang_up=True)
+
+
+def test_what_was_in_hand_when_a_backend_went_down_is_uncharged_and_alone_next_time(
+    mill: Mill,
+) -> None:
+    fragile = Fragile(mill.fake, "poison")
+    job_id = mill.submit("one", "poison", "two")
+    mill.drain(job_id)
+    assert mill.column(job_id, "attempts") == [0, 0, 0]
+    assert mill.column(job_id, "kills") == [1, 1, 1]
+
+    fragile.is_down = False
+    mill.elapse(OUTAGE_SECONDS)
+    del mill.fake.requests[:]
+    mill.drain(job_id)
+
+    asked = [request.texts for request in mill.fake.requests]
+    assert asked[:4] == [("ok",), ("one",), ("poison",), ("poison",)]
+    assert mill.column(job_id, "status")[:2] == ["done", "pending"]
+    assert mill.column(job_id, "attempts")[:2] == [1, 1]
+    message = mill.column(job_id, "last_error")[1]
+    assert "and the backend was away after it" in message
+
+
+def test_a_text_that_brings_the_backend_down_fails_at_its_limit_and_nobody_else(
+    mill: Mill,
+) -> None:
+    fragile = Fragile(mill.fake, "poison")
+    job_id = mill.submit("one", "poison", "two")
+
+    for _ in range(20):
+        with suppress(FailedItemsRemain):
+            mill.drain(job_id)
+        fragile.is_down = False
+        mill.elapse(OUTAGE_SECONDS)
+
+    assert mill.column(job_id, "status") == ["done", "failed", "done"]
+    assert mill.column(job_id, "attempts") == [1, mill.settings.queue_max_retries, 1]
+    assert mill.column(job_id, "error_class")[1] == ErrorClass.UNREACHABLE
+
+
+def test_a_text_under_suspicion_is_not_charged_for_an_outage_that_began_before_it(
+    mill: Mill,
+) -> None:
+    fragile = Fragile(mill.fake, "poison")
+    job_id = mill.submit("one", "poison")
+    mill.drain(job_id)
+
+    for _ in range(10):
+        mill.elapse(OUTAGE_SECONDS)
+        mill.drain(job_id)
+
+    assert fragile.is_down
+    assert mill.column(job_id, "attempts") == [0, 0]
+    assert mill.column(job_id, "kills") == [1, 1]
+
+
+def test_a_call_that_never_reached_the_backend_makes_nobody_suspicious(mill: Mill) -> None:
+    mill.fake.when(Reply(status=503, error="busy"))
+    job_id = mill.submit("one", "two")
+
+    mill.drain(job_id)
+
+    assert mill.column(job_id, "kills") == [0, 0]
 
 
 def test_a_paused_backend_is_left_alone(mill: Mill) -> None:

@@ -12,6 +12,7 @@ from app.core.errors import (
     ErrorClass,
     RequestFault,
     SinkFault,
+    SuspectFault,
     WorkError,
 )
 from app.core.model import (
@@ -102,6 +103,12 @@ def test_a_fault_of_the_backend_is_never_charged_whatever_its_class() -> None:
         fault = BackendFault(error_class, "away", retry_after_seconds=7.5)
 
         assert decide(claim(LIMIT), fault) == Release(fault, 7.5)
+
+
+def test_what_a_backend_went_down_with_is_uncharged_and_under_suspicion() -> None:
+    fault = SuspectFault(ErrorClass.UNREACHABLE, "away")
+
+    assert decide(claim(LIMIT), fault) == Release(fault, 0.0, is_suspect=True)
 
 
 def test_a_text_that_is_refused_alone_fails_at_its_first_attempt() -> None:

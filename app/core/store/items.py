@@ -158,7 +158,8 @@ RETURNING q.id, q.lease_token, q.target_table, q.target_id, q.embedding_version,
           q.attempts, q.max_attempts, q.kills
 """
 
-# The same for one item whose last lease ended by a crash: it takes no neighbour with it.
+# The same for one item that was in hand at a crash, of its worker or of the backend: it takes no
+# neighbour with it.
 CLAIM_ALONE = """
 WITH due AS (
     SELECT id
@@ -275,7 +276,7 @@ UPDATE public.embedding_retry_queue AS q
                      THEN coalesce(holdfast.owner_of(q.id, q.job_id), q.job_id)
                      ELSE q.job_id END,
        attempts = q.attempts - o.refund,
-       kills = CASE WHEN o.status = 'done' THEN 0 ELSE q.kills END,
+       kills = CASE WHEN o.status = 'done' THEN 0 ELSE q.kills + o.suspect END,
        next_attempt_at = now() + make_interval(secs => o.after_seconds),
        error_class = o.error_class, last_error = coalesce(o.message, q.last_error),
        skip_reason = o.skip_reason,
@@ -283,8 +284,8 @@ UPDATE public.embedding_retry_queue AS q
        lease_token = NULL, lease_until = NULL, leased_by = NULL, updated_at = now()
   FROM unnest(%(ids)s::bigint[], %(tokens)s::bigint[], %(statuses)s::text[],
               %(refunds)s::integer[], %(afters)s::float8[], %(classes)s::text[],
-              %(messages)s::text[], %(reasons)s::text[])
-       AS o(id, token, status, refund, after_seconds, error_class, message, skip_reason)
+              %(messages)s::text[], %(reasons)s::text[], %(suspects)s::integer[])
+       AS o(id, token, status, refund, after_seconds, error_class, message, skip_reason, suspect)
  WHERE q.id = o.id AND q.lease_token = o.token AND q.status = 'processing'
 RETURNING q.id
 """
@@ -309,6 +310,7 @@ def settle(tx: Tx, settlements: Sequence[Settlement], *, leased_by: str) -> int:
         "classes": [row.error_class for row in rows],
         "messages": [row.message for row in rows],
         "reasons": [row.skip_reason for row in rows],
+        "suspects": [int(row.is_suspect) for row in rows],
     }
     settled = {int(row["id"]) for row in tx.execute(SETTLE, values)}
     charged = [row for row in rows if row.error_class and not row.refund and row.item_id in settled]
@@ -335,6 +337,7 @@ class _Row:
     error_class: str | None = None
     message: str | None = None
     skip_reason: str | None = None
+    is_suspect: bool = False
 
 
 def _row(settlement: Settlement) -> _Row:
@@ -351,8 +354,9 @@ def _row(settlement: Settlement) -> _Row:
             )
         case Retry(error, seconds):
             return _Row(*ids, ItemStatus.PENDING, 0, seconds, error.error_class, error.message)
-        case Release(error, seconds):
-            return _Row(*ids, ItemStatus.PENDING, 1, seconds, error.error_class, error.message)
+        case Release(error, seconds, is_suspect):
+            told = (error.error_class, error.message)
+            return _Row(*ids, ItemStatus.PENDING, 1, seconds, *told, is_suspect=is_suspect)
 
 
 # Locked by one statement and changed by the next, which so sees what was committed meanwhile.
