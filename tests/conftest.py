@@ -181,9 +181,16 @@ def start_process(environ: dict[str, str], tmp_path: Path) -> Iterator[StartProc
 def start_api(start_process: StartProcess) -> StartApi:
     """Start the API under gunicorn, as production does."""
 
-    def start_one(**more: str) -> str:
+    def start_one(*launcher: str, **more: str) -> str:
         bind = f"127.0.0.1:{free_port()}"
-        gunicorn = ["gunicorn", "app.web:create_app()", "--bind", bind, "--no-control-socket"]
+        gunicorn = [
+            *launcher,
+            "gunicorn",
+            "app.web:create_app()",
+            "--bind",
+            bind,
+            "--no-control-socket",
+        ]
         options = ["--worker-class", "gthread", "--threads", "16", "--graceful-timeout", "2"]
         # Longer than a client of these tests rests: what is closed under a request is reset.
         options += ["--keep-alive", "75"]

@@ -117,8 +117,8 @@ class StartProcess(Protocol):
 class StartApi(Protocol):
     """The type of the fixture `start_api`."""
 
-    def __call__(self, **environ: str) -> str:
-        """Start the API, wait until it answers, and return its URL."""
+    def __call__(self, *launcher: str, **environ: str) -> str:
+        """Start the API, by a launcher where one is given, wait for it, and return its URL."""
         ...
 
 

@@ -131,9 +131,9 @@ class Stage:
             self._wait_until_it_beats(worker)
         return workers
 
-    def start_sweeper(self) -> Running:
-        """Start a sweeper, and wait until it says that it lives."""
-        sweeper = self.start_process("worker", "sweep")
+    def start_sweeper(self, *launcher: str) -> Running:
+        """Start a sweeper in the same way, and wait until it says that it lives."""
+        sweeper = self.start_process(*launcher, "worker", "sweep")
         self._wait_until_it_beats(sweeper)
         return sweeper
 
