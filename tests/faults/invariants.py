@@ -157,8 +157,8 @@ INVARIANTS: dict[str, LiteralString] = {
                    sum(c.done) AS done, sum(c.skipped) AS skipped, sum(c.failed) AS failed,
                    sum(c.cancelled) AS cancelled
               FROM holdfast.jobs j JOIN holdfast.job_counts c ON c.job_id = j.id
-             WHERE j.finished_at IS NULL OR NOT EXISTS (
-                   SELECT FROM holdfast.job_items i WHERE i.job_id = j.id AND i.outcome <> '')
+             WHERE j.kind = 'embedding' AND (j.finished_at IS NULL OR NOT EXISTS (
+                   SELECT FROM holdfast.job_items i WHERE i.job_id = j.id AND i.outcome <> ''))
              GROUP BY j.id) AS kept
         EXCEPT
         SELECT i.job_id, count(*) FILTER (WHERE q.status = 'pending'),
@@ -183,7 +183,7 @@ INVARIANTS: dict[str, LiteralString] = {
         SELECT id, state, final_counts
           FROM holdfast.jobs, jsonb_to_record(final_counts)
                AS c(done int, skipped int, failed int, cancelled int, pending int, processing int)
-         WHERE finished_at IS NOT NULL AND (
+         WHERE finished_at IS NOT NULL AND kind = 'embedding' AND (
                state <> CASE WHEN cancelled > 0 THEN 'cancelled' WHEN failed = 0 THEN 'completed'
                              WHEN done + skipped > 0 THEN 'completed_with_errors'
                              ELSE 'failed' END
