@@ -17,6 +17,7 @@ HoldfastError
 │  └─ RedisFull                Redis has no room for a page: the job waits
 ├─ WorkError                   something went wrong in a slice; its class decides who pays
 │  ├─ BackendFault             the whole backend
+│  │  └─ SuspectFault          and it was well until it had these texts: they go alone from now on
 │  ├─ RequestFault             these texts
 │  ├─ AnswerFault              the vectors are wrong
 │  ├─ SinkFault                one row was refused by the store of its target

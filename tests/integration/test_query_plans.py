@@ -56,6 +56,7 @@ SETTLE: dict[str, object] = {
     "classes": [None] * len(IDS),
     "messages": [None] * len(IDS),
     "reasons": [None] * len(IDS),
+    "suspects": [0] * len(IDS),
 }
 JOB: dict[str, object] = {"job_id": "emb-7"}
 
