@@ -326,7 +326,7 @@ class Calls:
         if not isinstance(failed, RequestFault) or failed.error_class is ErrorClass.BAD_INPUT:
             return Answer(claims, (), fault)
         if len(claims) == 1 and claims[0].kills:
-            message = f"{failed.message}, and the backend was away after it: {fault.message}"
+            message = f"{failed.message}, and the backend was away afterwards: {fault.message}"
             return Answer(claims, (), RequestFault(failed.error_class, message))
         return Answer(claims, (), SuspectFault(fault.error_class, fault.message))
 

@@ -480,7 +480,7 @@ def test_what_was_in_hand_when_a_backend_went_down_is_uncharged_and_alone_next_t
     assert mill.column(job_id, "status")[:2] == ["done", "pending"]
     assert mill.column(job_id, "attempts")[:2] == [1, 1]
     message = mill.column(job_id, "last_error")[1]
-    assert "and the backend was away after it" in message
+    assert "and the backend was away afterwards" in message
 
 
 def test_a_text_that_brings_the_backend_down_fails_at_its_limit_and_nobody_else(
