@@ -243,6 +243,17 @@ def test_f12_work_goes_on_over_a_redis_that_is_half_open(
         assert [worker.stop() for worker in workers] == [0, 0]
 
 
+def test_f12_a_stop_while_rq_keeps_its_lists_does_not_wait_for_redis(
+    stage: Stage, alone: RedisAlone
+) -> None:
+    with Wire(alone.url) as wire:
+        upkeep = wire.stop("ZREMRANGEBYSCORE", Moment.BEFORE)
+        worker = stage.start_worker(REDIS_URL=wire.url)
+        upkeep.wait()
+        wire.go_dead()
+        assert worker.stop() == 0
+
+
 @dataclass
 class Slowest:
     """How long the slowest of some answers took."""
