@@ -145,11 +145,14 @@ class Claim:
 
 
 class Page(NamedTuple):
-    """What is known of one stored page of a trace result; bytes and CRC-32 are of it compressed."""
+    """What is known of one stored page of a trace result; bytes and hash are of it compressed.
+
+    A hash that nobody can aim at: whoever can write to Redis must not be able to change a result.
+    """
 
     rows: int
     bytes: int
-    crc32: int
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)

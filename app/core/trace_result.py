@@ -164,7 +164,7 @@ class _Stored(NamedTuple):
     first_row: int
     rows: int
     bytes: int
-    crc32: int
+    sha256: str
     key: str
 
 
@@ -308,7 +308,7 @@ def _rows(
 ) -> Rows:
     first, last = bounds
     try:
-        known = Page(page.rows, page.bytes, page.crc32)
+        known = Page(page.rows, page.bytes, page.sha256)
         return page_rows(name, packed, known, end=end, first=first, last=last)
     except PageLostError as exc:
         _spoil(ctx, page)

@@ -6,6 +6,7 @@ ITEMS = "app/core/store/items.py"
 JOBS = "app/core/store/jobs.py"
 LIVE = "app/core/live.py"
 SUBMISSION = "app/core/submission.py"
+TRACE = "app/core/trace.py"
 CALLS = "worker/calls.py"
 EMBEDDING = "worker/embedding.py"
 SWEEP = "worker/sweep/__init__.py"
@@ -27,6 +28,10 @@ LOST_BELLS = "f24_bells_that_are_lost_doubled_or_emptied_change_nothing_but_time
 CLOCKS = "f23_hosts_whose_clocks_are_hours_apart_move_no_lease_and_no_back_off"
 ANY_ORDER = "items_that_a_user_enqueues_in_any_order_stop_no_settle"
 ROW_HELD = "a_row_that_its_owner_holds_keeps_no_neighbour_and_nobody_waits_in_a_ring"
+FORGED = (
+    "tests/security/test_forged_results.py::test_a_forged_page_is_never_shown_and_made_again"
+    "[other rows with the same length and checksum]"
+)
 STRANGERS = "what_is_another_client_s_is_to_a_stranger_as_if_it_were_not_there"
 
 
@@ -74,13 +79,13 @@ MUTANTS = (
     Mutant(
         "effects without the token",
         FENCES + NEW_TEXTS,
-        "I3 one text of an item has one vector",
+        "I8 done and a vector are one",
         (UNFENCED_HOLD,),
     ),
     Mutant(
         "effects and outcomes without the token",
         FENCES + NEW_TEXTS,
-        "I3 one text of an item has one vector",
+        "_check_vectors",
         (UNFENCED_HOLD, UNFENCED_SETTLE),
     ),
     Mutant(
@@ -249,6 +254,15 @@ MUTANTS = (
                 "if owner is None or (client is not None and owner.decode() != client):",
                 "if owner is None:",
             ),
+        ),
+    ),
+    Mutant(
+        "pages of a result under a checksum that can be aimed at",
+        FORGED,
+        "DID NOT RAISE",
+        (
+            Edit(TRACE, "import hashlib\n", "import zlib\n"),
+            Edit(TRACE, "hashlib.sha256(packed).hexdigest()", "str(zlib.crc32(packed))"),
         ),
     ),
 )

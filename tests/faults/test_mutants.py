@@ -49,7 +49,8 @@ def changed(text: str, edit: Edit) -> str:
 def run(copy: Path, node: str) -> Verdict:
     """Run one test there."""
     report, folder = copy / "report.xml", copy.parent / "tmp"
-    options = ("-q", "-p", "no:cacheprovider", "-m", "slow or not slow", f"--junit-xml={report}")
+    options = ["-q", "-p", "no:cacheprovider", "-m", "slow or not slow", f"--junit-xml={report}"]
+    options += ["-o", "junit_family=xunit1"]  # the other one has no place for properties
     environ = {
         name: value
         for name, value in os.environ.items()  # noqa: TID251 - handed on
