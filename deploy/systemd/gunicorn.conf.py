@@ -6,8 +6,11 @@ file binds to a name that gunicorn knows is a setting of gunicorn's.
 
 import json
 import signal
+import time
 
 from gunicorn import util
+from gunicorn.http.parser import Parser
+from gunicorn.http.unreader import SocketUnreader
 
 from app.core.checks import warn_of_eviction
 from app.core.config import load
@@ -53,6 +56,36 @@ def _write_problem(sock, status_int, reason, mesg):  # noqa: ANN001, ANN202 - gu
 
 
 util.write_error = _write_problem
+
+HEAD_SECONDS = 10
+"""How long the head of a request may take: whoever sends it slowly holds a thread, with no key."""
+
+_next_request, _next_chunk = Parser.__next__, SocketUnreader.chunk
+
+
+def _read_head(parser):  # noqa: ANN001, ANN202 - gunicorn's own shape
+    """Read the head of the next request before its time is over."""
+    reader = parser.unreader
+    reader.ends = time.monotonic() + HEAD_SECONDS
+    try:
+        return _next_request(parser)
+    finally:
+        reader.ends = None
+        reader.sock.settimeout(None)
+
+
+def _read_chunk(reader, size_hint=None):  # noqa: ANN001, ANN202 - gunicorn's own shape
+    """Read what comes; of a head that takes too long, the end."""
+    ends = getattr(reader, "ends", None)
+    if ends is not None:
+        reader.sock.settimeout(max(0.001, ends - time.monotonic()))
+    try:
+        return _next_chunk(reader, size_hint)
+    except TimeoutError:
+        return b""
+
+
+Parser.__next__, SocketUnreader.chunk = _read_head, _read_chunk
 
 
 def post_worker_init(worker):  # noqa: ANN001, ANN201 - gunicorn's own shape

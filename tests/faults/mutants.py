@@ -185,7 +185,7 @@ MUTANTS = (
     Mutant(
         "vectors that nobody checks",
         SCENARIOS + EVERY_FAULT,
-        "== {1}",
+        "'failed'",
         (Edit(CALLS, "        check_vectors(vectors, count", "        dict(count"),),
     ),
     Mutant(
@@ -235,7 +235,7 @@ MUTANTS = (
     Mutant(
         "a job that anybody finds in Postgres",
         OWNERS + STRANGERS,
-        "404",
+        "house.told(job_id",
         (
             Edit(
                 JOBS,
@@ -247,7 +247,7 @@ MUTANTS = (
     Mutant(
         "a job that anybody finds in Redis",
         OWNERS + STRANGERS,
-        "404",
+        "house.told(job_id",
         (
             Edit(
                 LIVE,
