@@ -26,7 +26,8 @@ class Drill:
     scenarios: tuple[str, ...]
 
 
-SCENARIOS = "test_scenarios.py::"
+SCENARIOS, BACKENDS = "test_scenarios.py::", "test_backend_faults.py::"
+POSTGRES = "test_postgres_faults.py::"
 DRILLS: Mapping[str, Drill] = {
     "kill-worker": Drill(
         "a worker is killed in the middle of a slice, then the process that works for another",
@@ -38,6 +39,26 @@ DRILLS: Mapping[str, Drill] = {
     "flush-redis": Drill(
         "Redis is emptied while jobs wait and run",
         (f"{SCENARIOS}test_f8_an_emptied_redis_costs_nothing_but_time",),
+    ),
+    "slow-backend": Drill(
+        "five times as much comes as the backend can do",
+        (f"{BACKENDS}test_f21_five_times_the_load_is_refused_by_name_and_fills_no_memory",),
+    ),
+    "429-storm": Drill(
+        "the backend admits three calls in a few seconds and answers all others 429",
+        (f"{BACKENDS}test_f20_a_storm_of_429_costs_time_and_nothing_else[6-4]",),
+    ),
+    "poison": Drill(
+        "one text among a thousand brings the backend down each time",
+        (f"{BACKENDS}test_f20_a_text_that_crashes_the_backend_among_a_thousand",),
+    ),
+    "oom": Drill(
+        "one text makes its process run out of memory each time (needs root, for a memory cgroup)",
+        ("test_process_faults.py::test_f6_a_text_that_eats_all_memory_fails_alone_and_by_name",),
+    ),
+    "pg-restart": Drill(
+        "Postgres is stopped at once in the middle of commits, and started again",
+        (f"{POSTGRES}test_f14_postgres_stopped_at_once_loses_nothing_and_the_pools_heal",),
     ),
 }
 
