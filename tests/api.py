@@ -2,6 +2,8 @@
 
 import json
 import socket
+import zlib
+from base64 import b64decode
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -419,6 +421,40 @@ def _check_item(row: Mapping[str, Any], vector: list[float] | None) -> None:
         assert float32(vector) == vector_of(row["model"], row["text_content"], DIMENSION)
     else:
         assert vector is None
+
+
+# ---- what Redis holds -------------------------------------------------------------------------
+
+
+def in_redis(link: Any) -> bytes:  # noqa: ANN401 - typed for text, and ours speaks bytes
+    """Return all that Redis holds, with what RQ has packed unpacked."""
+    found: list[bytes] = []
+    for key in link.scan_iter():
+        found.append(key)
+        match link.type(key):
+            case b"string":
+                found.append(link.get(key))
+            case b"hash":
+                found += [part for pair in link.hgetall(key).items() for part in pair]
+            case b"list":
+                found += link.lrange(key, 0, -1)
+            case b"set":
+                found += link.smembers(key)
+            case b"zset":
+                found += link.zrange(key, 0, -1)
+            case b"stream":
+                entries = link.xrange(key)
+                found += [part for _, entry in entries for pair in entry.items() for part in pair]
+            case kind:
+                raise AssertionError(kind)
+    return b"\n".join([*found, *map(_unpacked, found)])
+
+
+def _unpacked(value: bytes) -> bytes:
+    for unpack in (zlib.decompress, lambda packed: zlib.decompress(b64decode(packed))):
+        with suppress(zlib.error, ValueError):
+            return unpack(value)
+    return b""
 
 
 # ---- fixtures: a file of tests imports those that it wants --------------------------------------

@@ -1,13 +1,9 @@
 """Who may ask: keys, scopes, other clients' jobs, AUTH=off; and what is never told."""
 
 import secrets
-import zlib
-from base64 import b64decode
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flask import Flask
@@ -22,6 +18,7 @@ from tests.api import (  # noqa: F401 - fixtures among them
     Answer,
     Door,
     Ground,
+    in_redis,
     item,
     make_backend,
     make_door,
@@ -324,42 +321,10 @@ def test_texts_and_keys_are_in_no_log_no_error_and_not_in_redis(
     assert door.key
     assert f'"job_id": "{job_id}"' in logs
     assert ground.door_of(door.key).job(job_id)["counts"]["failed"] == 1
-    kept = in_redis(ground)
+    kept = in_redis(ground.ctx.link)
     assert f"{job_id}-1".encode() in kept
     for canary in (text, name, secret, door.key, door.key.split("_", 2)[2]):
         assert canary not in logs
         assert canary.encode() not in kept
     for canary in (text, secret, door.key):
         assert not [answer.body for answer in answers if canary.encode() in answer.body]
-
-
-def in_redis(ground: Ground) -> bytes:
-    """Return all that Redis holds, with what RQ has packed unpacked."""
-    link: Any = ground.ctx.link  # typed for text, and ours speaks bytes
-    found: list[bytes] = []
-    for key in link.scan_iter():
-        found.append(key)
-        match link.type(key):
-            case b"string":
-                found.append(link.get(key))
-            case b"hash":
-                found += [part for pair in link.hgetall(key).items() for part in pair]
-            case b"list":
-                found += link.lrange(key, 0, -1)
-            case b"set":
-                found += link.smembers(key)
-            case b"zset":
-                found += link.zrange(key, 0, -1)
-            case b"stream":
-                entries = link.xrange(key)
-                found += [part for _, entry in entries for pair in entry.items() for part in pair]
-            case kind:
-                raise AssertionError(kind)
-    return b"\n".join([*found, *map(unpacked, found)])
-
-
-def unpacked(value: bytes) -> bytes:
-    for unpack in (zlib.decompress, lambda packed: zlib.decompress(b64decode(packed))):
-        with suppress(zlib.error, ValueError):
-            return unpack(value)
-    return b""
