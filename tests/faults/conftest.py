@@ -12,6 +12,7 @@ from app.web import create_app
 from tests.api import Door
 from tests.fakes import Fake
 from tests.faults import invariants
+from tests.faults.proxy import Wire
 from tests.faults.stage import Ledger, Stage
 from tests.processes import StartApi, StartProcess
 
@@ -79,3 +80,23 @@ def served_stage(start_api: StartApi, open_stage: OpenStage) -> Iterator[Stage]:
     """Give the same with the API under gunicorn, as in production."""
     with httpx.Client(base_url=start_api(), trust_env=False, timeout=30) as client:
         yield open_stage(client)
+
+
+@pytest.fixture
+def wire(database_url: str) -> Iterator[Wire]:
+    """Give a wire to an audited database; what goes through it is the scenario's matter."""
+    invariants.install(database_url)
+    with Wire(database_url) as wire:
+        yield wire
+
+
+@pytest.fixture
+def wired_door(wire: Wire, environ: dict[str, str]) -> Iterator[Door]:
+    """Give a door to an API in this process that reaches Postgres through the wire."""
+    app = create_app(config.load({**environ, "DATABASE_URL": wire.url, "AUTH": "off"}))
+    transport = httpx.WSGITransport(app=app, raise_app_exceptions=False)
+    with (
+        closing(app.extensions["context"]),
+        httpx.Client(transport=transport, base_url="http://127.0.0.1") as client,
+    ):
+        yield Door(client, None, may_be_away=True)

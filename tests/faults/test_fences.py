@@ -2,20 +2,14 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import closing
 from datetime import datetime
 from threading import Event
 
-import httpx
 import psycopg
 import pytest
 
-from app.core import config
-from app.web import create_app
 from tests.api import Door, item
 from tests.fakes import Reply
-from tests.faults import invariants
 from tests.faults.proxy import Moment, Wire
 from tests.faults.stage import QUEUE, Stage, bell_of, events, numbered, state_of, struck
 from tests.faults.stage import wait_until_struck as wait_until
@@ -98,27 +92,13 @@ def waits_again(stage: Stage) -> bool:
 # ---- F15: nothing is said before the COMMIT is heard
 
 
-@pytest.fixture
-def wire(database_url: str) -> Iterator[Wire]:
-    invariants.install(database_url)
-    with Wire(database_url) as wire:
-        yield wire
-
-
 def test_f15_a_batch_whose_commit_never_arrived_is_not_accepted(
-    wire: Wire, environ: dict[str, str], database_url: str
+    wire: Wire, wired_door: Door, database_url: str
 ) -> None:
-    app = create_app(config.load({**environ, "DATABASE_URL": wire.url, "AUTH": "off"}))
-    transport = httpx.WSGITransport(app=app, raise_app_exceptions=False)
-    with (
-        closing(app.extensions["context"]),
-        httpx.Client(transport=transport, base_url="http://127.0.0.1") as client,
-    ):
-        door = Door(client, None, may_be_away=True)
-        wire.stop("INSERT INTO holdfast.jobs", Moment.BEFORE_COMMIT, is_cut=True)
-        first = door.post([item(1, "one")])
-        struck(wire.cut == 1, "nothing was cut")
-        second = door.post([item(1, "one")])
+    wire.stop("INSERT INTO holdfast.jobs", Moment.BEFORE_COMMIT, is_cut=True)
+    first = wired_door.post([item(1, "one")])
+    struck(wire.cut == 1, "nothing was cut")
+    second = wired_door.post([item(1, "one")])
 
     assert (first.status, second.status) == (503, 202)
     with psycopg.connect(database_url) as connection:

@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import closing
 from threading import Event, Thread
 
 import httpx
@@ -11,9 +10,7 @@ import psycopg
 import pytest
 import redis
 
-from app.core import config
 from app.core.errors import StoreUnavailable
-from app.web import create_app
 from tests.api import Answer, Door, item
 from tests.conftest import free_port
 from tests.drains import Mill, open_mill
@@ -246,35 +243,21 @@ def test_f14_while_postgres_hangs_the_api_says_so_and_it_heals_by_itself(
 # ---- F15: an answer of Postgres that is lost
 
 
-@pytest.fixture
-def wire(database_url: str) -> Iterator[Wire]:
-    invariants.install(database_url)
-    with Wire(database_url) as wire:
-        yield wire
-
-
 def test_f15_a_batch_whose_commit_was_not_heard_is_the_same_when_it_is_sent_again(
-    wire: Wire, environ: dict[str, str], database_url: str
+    wire: Wire, wired_door: Door, database_url: str
 ) -> None:
-    app = create_app(config.load({**environ, "DATABASE_URL": wire.url, "AUTH": "off"}))
-    transport = httpx.WSGITransport(app=app, raise_app_exceptions=False)
-    with (
-        closing(app.extensions["context"]),
-        httpx.Client(transport=transport, base_url="http://127.0.0.1") as client,
-    ):
-        door = Door(client, None, may_be_away=True)
-        wire.lose_the_answer_behind("INSERT INTO holdfast.idempotency_keys")
-        batch = {"items": [item(1, "one")]}
+    wire.lose_the_answer_behind("INSERT INTO holdfast.idempotency_keys")
+    batch = {"items": [item(1, "one")]}
 
-        def send() -> Answer:
-            return door.send("/api/embeddings", batch, {"Idempotency-Key": "k"})
+    def send() -> Answer:
+        return wired_door.send("/api/embeddings", batch, {"Idempotency-Key": "k"})
 
-        def answered() -> Answer | None:
-            answer = send()  # 409 as long as Postgres has not seen that the first one is gone
-            return None if answer.status == 409 else answer
+    def answered() -> Answer | None:
+        answer = send()  # 409 as long as Postgres has not seen that the first one is gone
+        return None if answer.status == 409 else answer
 
-        first, second = send(), wait_for(answered)
-        assert second
+    first, second = send(), wait_for(answered)
+    assert second
 
     struck(wire.cut == 1, "nothing was cut")
     assert (first.status, second.status) == (503, 202)
