@@ -45,8 +45,14 @@ REDIS_RETRIES = 40
 """About 80 s: a worker that gives up sooner leaves its horse alone over a restart of Redis."""
 REDIS_PAUSE_SECONDS = 2.0
 AWAY = (redis.ConnectionError, redis.TimeoutError)
-REFUSED = (redis.OutOfMemoryError, redis.ReadOnlyError)
-"""Redis is there and takes nothing: it is full, or a replica. It can still be read."""
+
+
+class UnsavedError(redis.ResponseError):
+    """Redis takes nothing, as it could not save to its disk (MISCONF)."""
+
+
+REFUSED = (redis.OutOfMemoryError, redis.ReadOnlyError, UnsavedError)
+"""Redis is there and takes nothing: it is full, a replica, or its disk is. It can be read."""
 CONNECT_SECONDS = 5.0
 MONITOR_SECONDS = 15
 MAINTENANCE_SECONDS = 60
@@ -442,7 +448,12 @@ class NotedRetry(Retry):
         is_refused = False
 
         def succeed() -> Any:  # noqa: ANN401
-            result = do()
+            try:
+                result = do()
+            except redis.ResponseError as exc:
+                if "MISCONF " in str(exc):
+                    raise UnsavedError from exc
+                raise
             # A Redis that takes nothing can be read: only who was refused knows that it is back.
             if is_refused:
                 _say_redis(is_lost=False)

@@ -356,6 +356,35 @@ def test_f13_a_redis_that_became_a_replica_ends_no_worker(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
+def test_f13_a_redis_that_cannot_save_to_its_disk_ends_no_worker(
+    stage: Stage, link: "redis.Redis", alone: RedisAlone
+) -> None:
+    (alone.place.folder / "redis" / "taken.rdb").mkdir()  # no file can be put in its place
+    stage.start_sweeper()
+    worker = stage.start_worker()
+    for name, value in (("dbfilename", "taken.rdb"), ("save", "3600 1")):
+        link.config_set(name, value)
+    link.bgsave()
+    wait_until_struck(lambda: is_unsaved(link), "it could save")
+
+    stage.post(*numbered(100))
+    outlast(worker, "UnsavedError")
+    link.config_set("save", "")
+    stage.end_fault()
+    stage.wait_until_final()
+
+    assert worker.is_alive
+    assert {row["attempts"] for row in stage.items()} == {1}
+    stage.check()
+
+
+def is_unsaved(link: "redis.Redis") -> bool:
+    """Whether Redis says that it could not save."""
+    return bool(link.info("persistence")["rdb_last_bgsave_status"] != "ok")
+
+
+@pytest.mark.slow
 def test_f13_a_redis_that_loads_its_data_is_waited_for(
     stage: Stage, link: "redis.Redis", alone: RedisAlone
 ) -> None:
