@@ -826,6 +826,21 @@ def test_an_item_stays_as_long_as_a_job_that_can_still_show_it(tx: Tx) -> None:
     assert [each["status"] for each in items.page(tx, "emb-2", after=-1, limit=9)] == ["done"]
 
 
+def test_an_item_stays_as_long_as_a_job_that_would_show_it_after_a_requeue(tx: Tx) -> None:
+    submit(tx, "emb-1", numbered(2))
+    settle(tx, claim(tx, "emb-1", limit=1), FAILED)
+    work(tx, "emb-1")
+    finish(tx, "emb-1")
+    rows.age(tx, days=8)
+
+    assert items.prune(tx, days=7, limit=100) == 0
+
+    jobs.reopen(tx, "emb-1")
+    assert items.revive(tx, "emb-1") == 1
+    assert counts(tx, "emb-1") == Counts(pending=1, done=1)
+    assert len(items.page(tx, "emb-1", after=-1, limit=9)) == 2
+
+
 def test_what_failed_or_is_open_is_never_pruned_and_what_was_cancelled_is(tx: Tx) -> None:
     submit(tx, "emb-1", numbered(2))
     settle(tx, claim(tx, "emb-1", limit=1), FAILED)

@@ -725,9 +725,9 @@ def next_due(tx: Tx, job_id: str) -> tuple[bool, datetime | None]:
     return (bool(row["is_due"]), row["next_at"]) if row else (False, None)
 
 
-# An item stays as long as any job that can still show it. Locked first and looked at again by
-# the statement that deletes: a batch may have been linked to it in between. OFFSET 0: item by
-# item, where the planner would rather hash the links of all jobs.
+# An item stays as long as any job that can still show it, or that would again after a requeue.
+# Locked first and looked at again by the statement that deletes: a batch may have been linked to it
+# in between. OFFSET 0: item by item, where the planner would rather hash the links of all jobs.
 LOCK_OLD = """
 SELECT q.id
   FROM public.embedding_retry_queue q
@@ -735,7 +735,9 @@ SELECT q.id
    AND q.updated_at < now() - make_interval(days => %(days)s)
    AND NOT EXISTS (SELECT FROM holdfast.job_items i
                      JOIN holdfast.jobs j ON j.id = i.job_id
-                    WHERE i.item_id = q.id AND (j.finished_at IS NULL OR j.expires_at > now())
+                    WHERE i.item_id = q.id
+                      AND (j.finished_at IS NULL OR j.expires_at > now()
+                           OR (j.final_counts ->> 'failed')::integer > 0)
                    OFFSET 0)
  ORDER BY q.updated_at
  LIMIT %(limit)s
@@ -748,7 +750,8 @@ WITH gone AS (
        AND NOT EXISTS (SELECT FROM holdfast.job_items i
                          JOIN holdfast.jobs j ON j.id = i.job_id
                         WHERE i.item_id = q.id
-                          AND (j.finished_at IS NULL OR j.expires_at > now()))
+                          AND (j.finished_at IS NULL OR j.expires_at > now()
+                               OR (j.final_counts ->> 'failed')::integer > 0))
     RETURNING q.id
 ), links AS (
     DELETE FROM holdfast.job_items i USING gone WHERE i.item_id = gone.id
