@@ -44,6 +44,7 @@ VERSION = "bge-m3-latest-8"
 REFUSED = "refuse this"
 """A text with this in it is refused by the backend, alone and for good."""
 
+GUNICORN = "deploy/systemd/gunicorn.conf.py"
 JSON = "application/json"
 LINES = "application/x-ndjson"
 PROBLEM = "application/problem+json"
@@ -521,10 +522,12 @@ class Served:
 
 
 @contextmanager
-def serving(environ: Mapping[str, str], log: Path) -> Generator[Served]:
+def serving(
+    environ: Mapping[str, str], log: Path, config_file: str = GUNICORN
+) -> Generator[Served]:
     """Start the API under gunicorn, wait until it answers, and stop it at the end."""
     port = free_port()
-    gunicorn = ("gunicorn", "app.web:create_app()", "--config", "deploy/systemd/gunicorn.conf.py")
+    gunicorn = ("gunicorn", "app.web:create_app()", "--config", config_file)
     running = processes.start(gunicorn, {**environ, "PORT": str(port)}, log)
     served = Served(f"http://127.0.0.1:{port}", running)
     try:

@@ -60,6 +60,9 @@ util.write_error = _write_problem
 HEAD_SECONDS = 10
 """How long the head of a request may take: whoever sends it slowly holds a thread, with no key."""
 
+LOGIN = "/login"
+"""Its body too may take no longer: it is the only one that is read before a key is known."""
+
 _next_request, _next_chunk = Parser.__next__, SocketUnreader.chunk
 
 
@@ -67,22 +70,23 @@ def _read_head(parser):  # noqa: ANN001, ANN202 - gunicorn's own shape
     """Read the head of the next request before its time is over."""
     reader = parser.unreader
     reader.ends = time.monotonic() + HEAD_SECONDS
-    try:
-        return _next_request(parser)
-    finally:
+    message = _next_request(parser)
+    if message.path != LOGIN:
         reader.ends = None
-        reader.sock.settimeout(None)
+    return message
 
 
 def _read_chunk(reader, size_hint=None):  # noqa: ANN001, ANN202 - gunicorn's own shape
-    """Read what comes; of a head that takes too long, the end."""
-    ends = getattr(reader, "ends", None)
-    if ends is not None:
-        reader.sock.settimeout(max(0.001, ends - time.monotonic()))
+    """Read what comes; of what takes too long, the end."""
+    if getattr(reader, "ends", None) is None:
+        return _next_chunk(reader, size_hint)
+    reader.sock.settimeout(max(0.001, reader.ends - time.monotonic()))
     try:
         return _next_chunk(reader, size_hint)
     except TimeoutError:
         return b""
+    finally:
+        reader.sock.settimeout(None)
 
 
 Parser.__next__, SocketUnreader.chunk = _read_head, _read_chunk

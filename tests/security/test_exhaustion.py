@@ -4,12 +4,13 @@ import gzip
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.api import (  # noqa: F401 - fixtures among them
+    GUNICORN,
     JSON,
     LINES,
     Door,
@@ -20,21 +21,30 @@ from tests.api import (  # noqa: F401 - fixtures among them
     make_served,
     serving,
 )
-from tests.processes import wait_for
+from tests.processes import ROOT, wait_for
 
 MIB = 2**20
 HUGE = 100 * MIB
 THREADS = 4
-HEAD_SECONDS = 10
-"""As deploy/systemd/gunicorn.conf.py has it."""
+HEAD_SECONDS = 2
+"""Less than production has, which is all that is changed of its settings here."""
 
 
 @pytest.fixture(scope="module", name="tight")
 def make_tight(ground: Ground, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serve the ground with few threads and small bodies."""
+    """Serve the ground with few threads, small bodies, and less time for a head."""
+    folder = tmp_path_factory.mktemp("tight")
+    settings, times = re.subn(
+        r"\nHEAD_SECONDS = \d+\n",
+        f"\nHEAD_SECONDS = {HEAD_SECONDS}\n",
+        (ROOT / GUNICORN).read_text(),
+    )
+    assert times == 1
+    (folder / "gunicorn.conf.py").write_text(settings)
     environ = {**ground.environ, "WEB_THREADS": str(THREADS), "MAX_BODY_BYTES": str(MIB)}
     more = {"MAX_STREAM_BYTES": str(MIB)}
-    with serving({**environ, **more}, tmp_path_factory.mktemp("tight") / "api.log") as served:
+    own = str(folder / "gunicorn.conf.py")
+    with serving({**environ, **more}, folder / "api.log", own) as served:
         yield served
 
 
@@ -144,29 +154,41 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_is_no_head_is_refused_and_costs_nothing(tight: Served, name: str) -> None:
-    answer = tight.exchange(HEADS[name])
+    answer = b""
+    with suppress(OSError):  # what a server leaves unread when it closes takes its answer with it
+        answer = tight.exchange(HEADS[name])
 
-    # Or none: what a server has not read when it closes a connection takes its answer with it.
     assert re.match(rb"HTTP/1\.1 (4..|501) |$", answer), answer[:100]
     assert b"<html" not in answer
     assert tight.running.is_alive
 
 
-def test_heads_that_come_slowly_keep_nobody_from_being_served(tight: Served, closed: Door) -> None:
+FORM = b"Host: x\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+BEGUN = {
+    "a head": b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Slow: ",
+    "a body": b"POST /login HTTP/1.1\r\n" + FORM + b"Content-Length: 4000\r\n\r\nkey=",
+    "a chunk": b"POST /login HTTP/1.1\r\n" + FORM + b"Transfer-Encoding: chunked\r\n\r\nfff\r\n",
+}
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_what_comes_slowly_from_nobody_keeps_nobody_from_being_served(
+    tight: Served, closed: Door, name: str
+) -> None:
     with ExitStack() as stack:
         links = [
             stack.enter_context(socket.create_connection(tight.address, timeout=60))
             for _ in range(THREADS)
         ]
         for link in links:
-            link.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+            link.sendall(BEGUN[name])
 
-        def are_cut() -> bool:
+        def are_over() -> bool:
             for link in links:
                 dribble(link)
-            return all(map(is_ended, links))
+            return all(map(is_over, links))
 
-        wait_for(are_cut, 6 * HEAD_SECONDS)
+        wait_for(are_over, 30 * HEAD_SECONDS)
         assert closed.get("/livez").status == 200
 
 
@@ -177,10 +199,12 @@ def dribble(link: socket.socket) -> None:
         return
 
 
-def is_ended(link: socket.socket) -> bool:
+def is_over(link: socket.socket) -> bool:
+    """Whether the server has answered, or has closed the connection."""
     try:
-        return link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
     except ConnectionError:
         return True
+    return True
