@@ -17,6 +17,7 @@ from psycopg.rows import scalar_row
 
 from app.core import config
 from app.core.errors import ConfigError, HoldfastError
+from app.core.model import index_note
 
 HERE = Path(__file__).parent
 LOCK_KEY = 0x686F6C64  # "hold": one migration at a time, whoever starts it
@@ -145,6 +146,9 @@ def main(arguments: Sequence[str]) -> int:
             missing = check(settings.database_url)
             print("missing: " + ", ".join(missing) if missing else "up to date")
             return 1 if missing else 0
+        note = index_note(settings.embedding_dim) if options.demo else None
+        if note:
+            print(note)
         applied = migrate(
             settings.database_url,
             demo=options.demo,

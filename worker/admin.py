@@ -11,7 +11,7 @@ from app.core.config import Settings
 from app.core.context import Context, open_context
 from app.core.errors import HoldfastError, RequestError
 from app.core.keys import SCOPES, hash_of, new_key
-from app.core.model import Caller, is_trace
+from app.core.model import Caller, index_note, is_trace
 from app.core.requests import TargetRequest, parse
 from app.core.store import clients, fleet, targets
 
@@ -145,6 +145,9 @@ def add_target(ctx: Context, arguments: argparse.Namespace) -> int:
     with ctx.database.transaction() as tx:
         target = targets.register(tx, new)
     print(f"{target.target_table} {target.embedding_version}: registered, current")
+    note = index_note(target.dimension)
+    if note:
+        print(note)
     return 0
 
 

@@ -22,6 +22,9 @@ from app.core.errors import (
 BACKOFF_BASE_SECONDS = 1.0
 BACKOFF_CAP_SECONDS = 300.0
 PAUSE_CAP_SECONDS = 60.0
+INDEXED_DIMENSIONS, INDEXED_HALF_DIMENSIONS = 2000, 4000
+"""The most that pgvector's HNSW takes of a vector, and of a halfvec."""
+
 FLOAT32_MAX, FLOAT32_MIN = 3.4028234e38, 1.1754944e-38
 
 EMBEDDINGS = "embeddings"
@@ -313,6 +316,15 @@ def check_vectors(vectors: Sequence[Sequence[float]], *, count: int, dimension: 
         problem = _vector_problem(vector, dimension)
         if problem:
             raise AnswerFault(f"vector {position + 1} of {count}: {problem}")
+
+
+def index_note(dimension: int) -> str | None:
+    """Say how a column of so many dimensions can be searched by index; None where as any other."""
+    if dimension <= INDEXED_DIMENSIONS:
+        return None
+    if dimension <= INDEXED_HALF_DIMENSIONS:
+        return f"{dimension} dimensions: an HNSW index only as halfvec({dimension})"
+    return f"{dimension} dimensions: stored, but no HNSW index is possible"
 
 
 def are_alike(texts: Sequence[str], vectors: Sequence[Sequence[float]]) -> bool:

@@ -33,6 +33,7 @@ from app.core.model import (
     check_vectors,
     cosine,
     decide,
+    index_note,
     job_state,
     queue_for,
 )
@@ -42,7 +43,7 @@ LIMIT = 5
 FAULTS: list[WorkError] = [
     *(
         kind(error_class, "it broke")
-        for kind in (BackendFault, RequestFault, WorkError)
+        for kind in (BackendFault, SuspectFault, RequestFault, WorkError)
         for error_class in ErrorClass
     ),
     *(
@@ -218,6 +219,17 @@ def test_a_wrong_dimension_is_named_with_the_right_one() -> None:
 )
 def test_a_vector_that_can_be_right_is_let_through(vector: list[float]) -> None:
     check_vectors([vector], count=1, dimension=3)
+
+
+@pytest.mark.parametrize(
+    ("dimension", "word"), [(2000, None), (2001, "halfvec"), (4000, "halfvec"), (4001, "no HNSW")]
+)
+def test_what_index_a_column_can_have_is_said_where_it_is_not_any(
+    dimension: int, word: str | None
+) -> None:
+    note = index_note(dimension)
+
+    assert (note is None) if word is None else word in str(note)
 
 
 def test_only_one_vector_for_different_texts_is_suspicious() -> None:
