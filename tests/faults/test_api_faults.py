@@ -443,6 +443,7 @@ def work_all(case: Case) -> None:
     pytest.fail(f"not final: {case.mill.rows(query)}")
 
 
+@pytest.mark.slow
 def test_f27_cleanup_beside_pollers_requeues_and_old_keys_loses_nothing_that_is_kept(
     case: Case, monkeypatch: pytest.MonkeyPatch, record_property: Record
 ) -> None:
