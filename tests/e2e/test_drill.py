@@ -24,6 +24,7 @@ def test_each_scenario_of_a_drill_is_there(name: str) -> None:
         assert f"def {function.partition('[')[0]}(" in text
 
 
+@pytest.mark.slow
 def test_a_drill_says_what_happened_in_figures_and_that_it_passed() -> None:
     done = rehearse("flush-redis")
 

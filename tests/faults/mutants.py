@@ -230,7 +230,6 @@ MUTANTS = (
         LOCKS + ANY_ORDER,
         "still False",
         (Edit(ITEMS, f'HOLD = """{HOLD}', f'HOLD = """{HOLD}'.replace(" SKIP LOCKED", "")),),
-        is_quick=True,
     ),
     Mutant(
         "a job that anybody finds in Postgres",

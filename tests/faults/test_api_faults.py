@@ -292,7 +292,7 @@ def test_f25_of_requeues_by_every_door_at_once_one_wins(
     assert case.mill.column(job_id, "attempts") == [2] * 7
 
 
-@pytest.mark.parametrize("serializer", ["json", "pickle"])
+@pytest.mark.parametrize("serializer", ["json", pytest.param("pickle", marks=pytest.mark.slow)])
 def test_f25_rq_requeue_all_rings_old_bells_and_revives_nothing(
     stage: Stage, serializer: str
 ) -> None:

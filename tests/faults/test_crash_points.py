@@ -296,7 +296,8 @@ POINTS = [
     Point("trace.before_manifest", HORSE, PG, "SET manifest", BEFORE, read_trace, ALL_SEGMENTS),
 ]
 LONG = {
-    *("ring.after_count", "ring.after_push", "bell.after_backend", "bell.before_ring"),
+    *("submit.before_commit", "ring.after_count", "ring.after_push", "bell.after_backend"),
+    *("bell.before_ring", "killed.before_write", "requeue.before_commit", "cleanup.mid_delete"),
     *("sweep.after_recover", "cancel.after_commit", "trace.after_page", "trace.before_manifest"),
 }
 """What is left to the long run: each has a neighbour in the short one."""

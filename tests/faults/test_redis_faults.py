@@ -153,6 +153,7 @@ def test_f10_a_bell_that_ends_while_redis_is_full_keeps_nobody(
     stage.check()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_f10_a_worker_outlasts_a_redis_that_stays_full(
     stage: Stage, link: "redis.Redis", gate: Event, fill: Callable[[], None]

@@ -212,6 +212,7 @@ def test_f12_while_redis_hangs_the_api_answers_and_work_goes_on(
 # ---- F14: a Postgres that hangs (one that dies has a file of its own)
 
 
+@pytest.mark.slow
 def test_f14_while_postgres_hangs_the_api_says_so_and_it_heals_by_itself(
     quick_environ: dict[str, str], start_api: StartApi, open_stage: OpenStage
 ) -> None:

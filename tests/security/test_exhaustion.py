@@ -171,7 +171,10 @@ BEGUN = {
 }
 
 
-@pytest.mark.parametrize("name", BEGUN)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each != "a body")) for each in BEGUN],
+)
 def test_what_comes_slowly_from_nobody_keeps_nobody_from_being_served(
     tight: Served, closed: Door, name: str
 ) -> None:
