@@ -1,5 +1,6 @@
 """The stage of the fault suite: short leases, a quick sweeper, and an audit in the database."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -55,8 +56,11 @@ def open_stage(
 
     def open_stage(client: httpx.Client) -> Stage:
         door, ledger = Door(client, None), Ledger(tmp_path / "ledger.jsonl")
-        opened.append(Stage(quick_environ, fake, start_process, door, ledger, record_property))
+        opened.append(Stage(quick_environ, fake, start_process, door, ledger, record))
         return opened[-1]
+
+    def record(name: str, value: object) -> None:  # in plain types: it may go to another process
+        record_property(name, json.loads(json.dumps(value, default=str)))
 
     yield open_stage
     for each in opened:
