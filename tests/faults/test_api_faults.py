@@ -462,10 +462,10 @@ def test_f27_cleanup_beside_pollers_requeues_and_old_keys_loses_nothing_that_is_
     gone = {job_id for job_id, seen in crowd.seen.items() if seen[-1] == "gone"}
     struck(gone and crowd.deleted["items"], "nothing was deleted meanwhile")
     revived = {each.json["job_id"] for each in requeued if each.status == 202}
-    record_property("deleted", crowd.deleted)
+    record_property("deleted", dict(crowd.deleted))
     record_property("gone_while_polled", len(gone))
-    record_property("requeues", Counter(each.status for each in requeued))
-    record_property("old_keys", Counter(each.status for each in returned))
+    record_property("requeues", dict(Counter(each.status for each in requeued)))
+    record_property("old_keys", dict(Counter(each.status for each in returned)))
     assert {each.status for each in requeued} <= {202, 404, 409}
     assert {each.status for each in returned} == {202}
     assert not {each.job_id for each in returned} & crowd.seen.keys()
