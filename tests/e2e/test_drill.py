@@ -36,6 +36,7 @@ def test_a_drill_says_what_happened_in_figures_and_that_it_passed() -> None:
     assert last == "drill flush-redis: PASSED"
 
 
+@pytest.mark.slow
 def test_a_drill_whose_scenario_fails_has_failed(tmp_path: Path) -> None:
     for name in ("app", "worker", "migrations", "tests", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

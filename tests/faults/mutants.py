@@ -53,7 +53,6 @@ class Mutant:
     shows: str
     """What the failure has to say, so that it is this promise that was found broken."""
     edits: tuple[Edit, ...]
-    is_quick: bool = False
 
 
 HOLD = """
@@ -143,7 +142,6 @@ MUTANTS = (
                 "            stored = _merge(",
             ),
         ),
-        is_quick=True,
     ),
     Mutant(
         "a sweeper that recovers no leases",

@@ -73,6 +73,7 @@ def send_at_last(stage: Stage, ids: Sequence[int], key: str) -> Answer:
     return found
 
 
+@pytest.mark.slow
 def test_f22_clients_that_leave_before_their_answer_have_sent_their_batches_once(
     served_stage: Stage,
 ) -> None:
@@ -153,6 +154,7 @@ def test_f22_a_double_click_is_embedded_once(served_stage: Stage) -> None:
     stage.check()
 
 
+@pytest.mark.slow  # a short form of it is among the tests of POST
 def test_f22_fifty_at_once_with_one_key_are_one_job(served_stage: Stage) -> None:
     stage = served_stage
     ids = stage.new_rows(*numbered(100))
@@ -292,7 +294,8 @@ def test_f25_of_requeues_by_every_door_at_once_one_wins(
     assert case.mill.column(job_id, "attempts") == [2] * 7
 
 
-@pytest.mark.parametrize("serializer", ["json", pytest.param("pickle", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("serializer", ["json", "pickle"])
 def test_f25_rq_requeue_all_rings_old_bells_and_revives_nothing(
     stage: Stage, serializer: str
 ) -> None:

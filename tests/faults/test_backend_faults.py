@@ -143,6 +143,13 @@ KINDS = {
 EMPTY_AUDIT = "TRUNCATE audit.sent, audit.claims, audit.changes, audit.effects"
 
 
+SHORTLY = {
+    *("hang", "slow_drip", "reset", "cut_in_the_body", "a_page", "away_502", "busy_429"),
+    *("unauthorised_401", "refused_400", "wrong_dimension", "zeros", "all_the_same"),
+}
+"""What the short run has of them: one of each sort."""
+
+
 @pytest.fixture(scope="module")
 def audited_url(shared_database_url: str) -> str:
     """Give one audited database to all kinds: they leave nothing to each other."""
@@ -150,7 +157,10 @@ def audited_url(shared_database_url: str) -> str:
     return shared_database_url
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in SHORTLY)) for name in KINDS],
+)
 def test_f20_a_backend_that_is_bad_for_a_while_costs_nobody_an_attempt(
     name: str,
     audited_url: str,

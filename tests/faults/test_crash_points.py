@@ -296,6 +296,7 @@ POINTS = [
     Point("trace.before_manifest", HORSE, PG, "SET manifest", BEFORE, read_trace, ALL_SEGMENTS),
 ]
 LONG = {
+    *("bell.after_claim", "settle.after_commit", "requeue.after_commit"),
     *("submit.before_commit", "ring.after_count", "ring.after_push", "bell.after_backend"),
     *("bell.before_ring", "killed.before_write", "requeue.before_commit", "cleanup.mid_delete"),
     *("sweep.after_recover", "cancel.after_commit", "trace.after_page", "trace.before_manifest"),

@@ -23,6 +23,7 @@ HOURS = 3600
 # ---- F4: the token
 
 
+@pytest.mark.slow
 def test_f4_a_worker_that_wakes_while_another_has_its_items_with_new_texts_changes_nothing(
     stage: Stage,
 ) -> None:
@@ -58,6 +59,7 @@ def test_f4_a_worker_that_wakes_while_another_has_its_items_with_new_texts_chang
 # ---- F6: attempts are counted at the claim, and a text that kills is left alone
 
 
+@pytest.mark.slow
 def test_f6_a_text_that_kills_its_horse_each_time_fails_at_the_limit_and_takes_no_neighbour(
     stage: Stage,
 ) -> None:
@@ -110,7 +112,11 @@ def test_f15_a_batch_whose_commit_never_arrived_is_not_accepted(
 
 @pytest.mark.parametrize(
     ("words", "moment"),
-    [(SETTLE, Moment.BEFORE), (SETTLE, Moment.BEFORE_COMMIT), (SETTLE, Moment.AFTER_COMMIT)],
+    [
+        (SETTLE, Moment.BEFORE),
+        pytest.param(SETTLE, Moment.BEFORE_COMMIT, marks=pytest.mark.slow),
+        pytest.param(SETTLE, Moment.AFTER_COMMIT, marks=pytest.mark.slow),
+    ],
     ids=["before the settle", "before its commit", "after its commit"],
 )
 def test_f2_a_horse_that_is_killed_in_a_settle_leaves_all_of_it_or_nothing(

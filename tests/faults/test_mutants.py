@@ -85,13 +85,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Verdict]:
     return verdict
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(each, id=each.name, marks=() if each.is_quick else pytest.mark.slow)
-        for each in MUTANTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[each.name for each in MUTANTS])
 def test_a_broken_promise_is_noticed(
     mutant: Mutant,
     whole: Callable[[str], Verdict],

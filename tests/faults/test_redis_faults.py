@@ -107,6 +107,7 @@ def make_room(link: "redis.Redis") -> None:
     link.config_set("maxmemory", "0")
 
 
+@pytest.mark.slow
 def test_f10_a_redis_that_is_full_at_a_post_and_at_a_start_costs_only_time(
     stage: Stage, link: "redis.Redis", fill: Callable[[], None]
 ) -> None:

@@ -188,7 +188,9 @@ def is_final(door: Door, job_id: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("run", "embeddings"), ("sweep",)], ids=["worker", "sweeper"]
+    "arguments",
+    [("run", "embeddings"), pytest.param(("sweep",), marks=pytest.mark.slow)],
+    ids=["worker", "sweeper"],
 )
 def test_a_server_that_is_away_or_refuses_is_named_without_its_password(
     environ: dict[str, str], start_process: StartProcess, arguments: tuple[str, ...]
