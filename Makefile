@@ -24,7 +24,7 @@ test: check
 
 # Every fault, the long ones and random seeds too; a line each, and at the end how many held.
 faults: $(STAMP)
-	$(RUN) -m pytest -m "slow or not slow" -n 2 --dist loadfile tests/faults
+	$(RUN) -m pytest -m "slow or not slow" -n 2 --dist loadfile tests/faults tests/security tests/e2e/test_drill.py
 
 bench: $(STAMP)
 	$(RUN) -m pytest -m slow -s tests/bench
