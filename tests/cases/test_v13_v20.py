@@ -119,7 +119,8 @@ def test_v16_the_first_call_takes_minutes(open_one: OpenCase) -> None:
         job_id = case.post(*numbered(10))
         case.wait_until_final(job_id)
 
-    assert case.mill.sizes == [10]
+    # Two workers may share the ten between them: what counts is that no text was sent again.
+    assert sum(case.mill.sizes) == 10
     assert set(case.mill.column(job_id, "attempts")) == {1}
     assert case.job(job_id)["counts"]["done"] == 10
 
