@@ -42,6 +42,7 @@ def add_parsers(commands: Any) -> None:  # noqa: ANN401 - argparse has no public
     add.add_argument("--version", help="default: EMBEDDING_VERSION, or made of model and dimension")
     add.add_argument("--client", help="only this client may write to it")
     add.add_argument("--prefix", default="", help="sent before each text, such as 'passage: '")
+    add.add_argument("--text-column", help="where the text of a row can be read again")
     add.set_defaults(act=add_target)
     target.add_parser("list", help="every target, and what no longer fits").set_defaults(
         act=list_targets
@@ -140,6 +141,7 @@ def add_target(ctx: Context, arguments: argparse.Namespace) -> int:
         "dimension": arguments.dimension,
         "client": arguments.client,
         "prefix": arguments.prefix,
+        "text_column": arguments.text_column,
     }
     new = targets.asked(parse(TargetRequest, asked), settings)
     with ctx.database.transaction() as tx:

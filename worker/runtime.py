@@ -116,7 +116,7 @@ def prepare(settings: Settings, queue: str = EMBEDDINGS) -> Recipe:
         settings=settings,
         queue=queue,
         build_embedder=find("embedders", settings.embedder),
-        build_sink=find("sinks", settings.sinks.split(",")[0].strip()),
+        build_sink=find("sinks", settings.primary_sink),
         pid=os.getpid(),
     )
     recipe.build_embedder(embedder_options(settings)).close()

@@ -14,6 +14,7 @@ from app.core.errors import ConfigError
 from app.core.model import EMBEDDINGS
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+PREFIX = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 TRUE, FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
 
@@ -125,8 +126,23 @@ class Settings:
     )
     sinks: str = setting(
         "pgvector",
-        "Where vectors go; the first is written in the settle transaction.",
-        words=("pgvector",),
+        "Where vectors go: first `pgvector`, written in the settle transaction; then any of"
+        " `opensearch`, `lancedb`, or your own `package.module:build`, which follow.",
+    )
+    opensearch_url: str = setting("", "Base URL of the OpenSearch that follows.", secret=True)
+    opensearch_mapping: str = setting(
+        "knn_vector",
+        "How a vector is mapped there: `knn_vector`, or `dense_vector` for Elasticsearch.",
+        words=("knn_vector", "dense_vector"),
+    )
+    lancedb_path: str = setting(
+        "", "Folder of the LanceDB that follows; only one host may write to it."
+    )
+    sink_prefix: str = setting(
+        "holdfast", "What the names of its indexes and tables in those stores begin with."
+    )
+    sink_timeout_seconds: float = setting(
+        30.0, "Total time for one call to a sink that follows.", least=0.1, most=600
     )
     trace_async_cid_threshold: int = setting(
         20000, "Most container ids that are answered at once; more are a job.", least=1, most=10**6
@@ -198,9 +214,23 @@ class Settings:
     )
 
     @property
+    def primary_sink(self) -> str:
+        """The sink that is written in the settle transaction."""
+        return _names(self.sinks)[0]
+
+    @property
+    def followers(self) -> tuple[str, ...]:
+        """The sinks that catch up with it, each with its own state per item."""
+        return _names(self.sinks)[1:]
+
+    @property
     def version_label(self) -> str:
         """The embedding_version of a target that is registered without one."""
         return self.embedding_version or label_of(self.embedding_model, self.embedding_dim)
+
+
+def _names(sinks: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in sinks.split(","))
 
 
 def label_of(model: str, dimension: int) -> str:
@@ -325,8 +355,27 @@ def _contradictions(settings: Settings) -> list[str]:
         faults.append(f"AUTH=off is for loopback only, but HOST is {settings.host}")
     if settings.trace_worker_queue.partition("-")[0] in ("", EMBEDDINGS):
         faults.append(f"TRACE_WORKER_QUEUE: must be set, and not to {EMBEDDINGS} or a project's")
+    faults += _sink_faults(settings)
     if settings.cleanup_job_days < settings.cleanup_done_days:
         faults.append("CLEANUP_JOB_DAYS: must not be less than CLEANUP_DONE_DAYS")
+    return faults
+
+
+def _sink_faults(settings: Settings) -> list[str]:
+    faults: list[str] = []
+    if settings.primary_sink != "pgvector":
+        faults.append("SINKS: the first must be pgvector, which lives in the same Postgres")
+    if len({settings.primary_sink, *settings.followers}) != 1 + len(settings.followers):
+        faults.append("SINKS: a name stands there twice")
+    if not all(settings.followers):
+        faults.append("SINKS: a name is empty")
+    if not PREFIX.fullmatch(settings.sink_prefix):
+        faults.append("SINK_PREFIX: a small letter, then small letters, digits, - and _")
+    for name, needed in (("opensearch", "opensearch_url"), ("lancedb", "lancedb_path")):
+        if name in settings.followers and not getattr(settings, needed):
+            faults.append(f"{needed.upper()}: must be set where {name} is one of SINKS")
+    if settings.opensearch_url:
+        faults += _url_faults("OPENSEARCH_URL", settings.opensearch_url, ("http", "https"))
     return faults
 
 

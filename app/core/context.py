@@ -7,7 +7,7 @@ from app.core.config import Settings
 from app.core.link import Link, connect
 from app.core.live import Live
 from app.core.model import is_trace, queue_for
-from app.core.ports import SourceOptions
+from app.core.ports import SinkOptions, SourceOptions
 from app.core.store.database import Database
 
 BELL_MARGIN_SECONDS = 40.0
@@ -63,6 +63,17 @@ def open_context(settings: Settings, *, application: str, most_connections: int)
         link=link,
         bells=Bells(link),
         live=Live(link),
+    )
+
+
+def sink_options(settings: Settings, name: str) -> SinkOptions:
+    """Return what a follower is built from; a site's own gets the URL and the folder too."""
+    return SinkOptions(
+        url="" if name == "lancedb" else settings.opensearch_url,
+        path=settings.lancedb_path,
+        prefix=settings.sink_prefix,
+        mapping=settings.opensearch_mapping,
+        seconds=settings.sink_timeout_seconds,
     )
 
 

@@ -114,6 +114,8 @@ class Target:
     client: str | None = None
     prefix: str = ""
     """Sent before each text, where the model wants one for what is to be found (E5)."""
+    text_column: str | None = None
+    """Where the text of a row can be read again."""
     is_current: bool = True
 
 

@@ -1,6 +1,6 @@
 """What the core expects of an adapter, and how it finds one by name."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
 from app.core.domains import Domain
-from app.core.errors import ConfigError
+from app.core.errors import ConfigError, WorkError
 from app.core.model import Target
 
 
@@ -78,6 +78,88 @@ class PrimarySink(Protocol):
         self, tx: Transaction, target: Target, target_ids: Sequence[str]
     ) -> dict[str, list[float]]:
         """Return the stored vector of each row that has one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SinkOptions:
+    """What a follower is built from: where it is, and how it names and maps things."""
+
+    url: str
+    """With user and password; never shown. Empty for a sink that has none."""
+    path: str
+    prefix: str
+    mapping: str
+    seconds: float
+    """The longest that one call may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a follower is to hold of one key; without a vector: nothing any more."""
+
+    target_id: str
+    version: int
+    """Grows with each change of the key: an older document never replaces a newer one."""
+    content_hash: str
+    """SHA-256 of the text that the vector was made of, in hex."""
+    model: str
+    model_digest: str | None = None
+    text: str | None = None
+    """None where nobody has kept it."""
+    metadata: Mapping[str, Any] | None = None
+    vector: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDocument:
+    """What a follower says that it holds."""
+
+    target_id: str
+    version: int
+    content_hash: str
+    dimension: int
+    """0 where the store cannot say, as its schema allows only the right one."""
+
+
+class FollowerSink(Protocol):
+    """A store that catches up with the primary: one place of its own per target and version.
+
+    Every call raises BackendFault where the store as a whole is away, busy or misconfigured, and
+    nothing else. Any call may be repeated, and come late: the greatest version wins.
+    """
+
+    name: str
+    most_documents: int
+    """How many it takes in one call."""
+
+    def write(self, target: Target, documents: Sequence[Document]) -> Mapping[str, WorkError]:
+        """Bring documents in, or out; return what went wrong by target_id, nothing where all went.
+
+        Each target_id stands there once. SinkFault: refused for good. BackendFault: this one again
+        later. What is there already in a newer version counts as well. The target's place is made
+        with its mapping where it is missing, and never by a write.
+        """
+        ...
+
+    def held(self, target: Target) -> Iterator[HeldDocument]:
+        """Yield everything that it holds of a target, in bounded memory."""
+        ...
+
+    def read(self, target: Target, target_ids: Sequence[str]) -> Mapping[str, Document]:
+        """Return documents with their vectors, by target_id: what is missing is left out."""
+        ...
+
+    def make_current(self, target: Target) -> None:
+        """Let readers who ask for the target without a version find this one, in one step."""
+        ...
+
+    def drop(self, target: Target) -> None:
+        """Remove all that it holds of a target's version; nothing where it holds nothing."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds open."""
         ...
 
 

@@ -98,6 +98,7 @@ class TargetRequest(BaseModel):
     dimension: Annotated[int, Field(ge=1, le=16000)] | None = None
     client: Annotated[str, Field(min_length=1, max_length=128, pattern=NO_NUL)] | None = None
     prefix: Annotated[str, Field(max_length=1000, pattern=NO_NUL)] = ""
+    text_column: Annotated[str, Field(min_length=1, max_length=63, pattern=NO_NUL)] | None = None
 
 
 class Requeue(BaseModel):

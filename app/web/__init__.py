@@ -30,7 +30,7 @@ def create_app(settings: Settings | None = None) -> Flask:
     app.extensions.update(
         context=ctx,
         keys=Keys(ctx),
-        sink=find("sinks", settings.sinks.split(",")[0].strip())(),
+        sink=find("sinks", settings.primary_sink)(),
         source=find("sources", settings.trace_source)(source_options(settings)),
         streams=BoundedSemaphore(settings.max_streams),
         traces=BoundedSemaphore(settings.trace_max_sync),

@@ -16,7 +16,7 @@ blueprint = Blueprint("targets", __name__)
 
 SHOWN = (
     *("target_table", "id_column", "vector_column", "dimension", "model", "embedding_version"),
-    *("client", "prefix", "is_current"),
+    *("client", "prefix", "text_column", "is_current"),
 )
 
 

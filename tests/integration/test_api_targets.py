@@ -53,6 +53,7 @@ def test_a_target_is_registered_listed_and_written_to(ground: Ground, admin: Doo
         "embedding_version": f"m-{DIMENSION}",
         "client": "acme",
         "prefix": "passage: ",
+        "text_column": None,
         "is_current": True,
         "faults": [],
     }

@@ -13,7 +13,7 @@ from app.core.store.database import Tx
 
 LIST = """
 SELECT target_table, embedding_version, table_schema, table_name, id_column, id_type,
-       vector_column, dimension, model, client, prefix, is_current
+       vector_column, dimension, model, client, prefix, text_column, is_current
   FROM holdfast.embedding_targets
  ORDER BY target_table, embedding_version
 """
@@ -46,6 +46,7 @@ ID_TYPES = {
     "text": "text",
     "character varying": "text",
 }
+TEXT_TYPES = frozenset({"text", "character varying"})
 MOST_DIMENSIONS = 16000
 MISMATCH = "the target does not fit the database"
 
@@ -62,6 +63,8 @@ class NewTarget:
     dimension: int
     client: str | None = None
     prefix: str = ""
+    text_column: str | None = None
+    is_current: bool = True
 
 
 def asked(request: TargetRequest, settings: Settings) -> NewTarget:
@@ -81,12 +84,13 @@ UPDATE holdfast.embedding_targets SET is_current = false
 INSERT = """
 INSERT INTO holdfast.embedding_targets
        (target_table, embedding_version, table_schema, table_name, id_column, id_type,
-        vector_column, dimension, model, client, prefix)
+        vector_column, dimension, model, client, prefix, text_column, is_current)
 VALUES (%(target_table)s, %(embedding_version)s, %(table_schema)s, %(table_name)s, %(id_column)s,
         %(id_type)s, %(vector_column)s, %(dimension)s, %(model)s, %(client)s,
-        %(prefix)s)
+        %(prefix)s, %(text_column)s, %(is_current)s)
     ON CONFLICT (target_table, embedding_version) DO UPDATE
-   SET client = excluded.client, id_type = excluded.id_type, is_current = true
+   SET client = excluded.client, id_type = excluded.id_type, is_current = excluded.is_current,
+       text_column = coalesce(excluded.text_column, embedding_targets.text_column)
  WHERE (embedding_targets.id_column, embedding_targets.vector_column, embedding_targets.model,
         embedding_targets.dimension, embedding_targets.prefix)
      = (excluded.id_column, excluded.vector_column, excluded.model, excluded.dimension,
@@ -113,7 +117,8 @@ def register(tx: Tx, new: NewTarget) -> Target:
             f"holds version {taken['embedding_version']}; another version needs its own column"
         )
         raise InvalidRequest("the target does not fit", faults=[_fault("vector_column", message)])
-    tx.execute(UNSET_CURRENT, values)
+    if target.is_current:
+        tx.execute(UNSET_CURRENT, values)
     if not tx.execute(INSERT, values).rowcount:
         message = (
             "is registered with another column, model, dimension or prefix; choose a new version"
@@ -138,6 +143,7 @@ def faults(tx: Tx, target: Target) -> list[Fault]:
                 dimension=target.dimension,
                 client=target.client,
                 prefix=target.prefix,
+                text_column=target.text_column,
             ),
         )
     except InvalidRequest as exc:
@@ -148,7 +154,7 @@ def faults(tx: Tx, target: Target) -> list[Fault]:
 
 
 def _looked_up(tx: Tx, new: NewTarget) -> Target:
-    columns = [new.id_column, new.vector_column]
+    columns = [new.id_column, new.vector_column, new.text_column]
     rows = tx.execute(LOOK, {"name": _quoted(new.target_table), "columns": columns}).fetchall()
     if not rows:
         problems = [_fault("target_table", "no such table, or neither column is in it")]
@@ -158,6 +164,8 @@ def _looked_up(tx: Tx, new: NewTarget) -> Target:
     id_problem = _id_problem(id_row)
     problems = [id_problem] if id_problem else []
     problems += _vector_problems(found.get(new.vector_column), new.dimension)
+    if new.text_column is not None:
+        problems += _text_problems(found.get(new.text_column))
     if problems or id_row is None:
         raise InvalidRequest(MISMATCH, faults=problems)
     return Target(
@@ -183,6 +191,12 @@ def _vector_problems(row: dict[str, Any] | None, dimension: int) -> list[Fault]:
         return [_fault("dimension", f"is {dimension}, the column's is {row['modifier']}")]
     if not 1 <= dimension <= MOST_DIMENSIONS:
         return [_fault("dimension", f"is {dimension}, not between 1 and {MOST_DIMENSIONS}")]
+    return []
+
+
+def _text_problems(row: dict[str, Any] | None) -> list[Fault]:
+    if row is None or row["type_name"] not in TEXT_TYPES:
+        return [_fault("text_column", "no such column, or not of type text")]
     return []
 
 
