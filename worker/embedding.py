@@ -30,7 +30,7 @@ from app.core.model import (
     decide,
 )
 from app.core.ports import Write
-from app.core.store import fleet, items, jobs, targets
+from app.core.store import fleet, items, jobs, targets, vectors
 from app.core.store.database import Tx
 from worker.calls import Answer, Calls, first_pace
 from worker.lease import Lease
@@ -209,6 +209,8 @@ class _Drain:
                 # Before the settle: who tries a paused backend locks its row before any counts.
                 self.calls.note_answer(tx, self.calls.model(answer.claims[0]))
             settled = items.settle(tx, outcomes, leased_by=self.horse.leased_by)
+            followers = self.ctx.settings.followers
+            vectors.record(tx, outcomes, followers=followers, digest=None)
             ids = [outcome.claim.item_id for outcome in outcomes]
             self.others |= items.other_jobs(tx, ids, job_id=self.job.id)
             if answer.vectors:

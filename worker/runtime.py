@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.core.config import Settings
-from app.core.context import Context, open_context, source_options
+from app.core.context import Context, open_context, sink_options, source_options
 from app.core.model import EMBEDDINGS
 from app.core.ports import (
     Embedder,
     EmbedderOptions,
+    FollowerSink,
     PrimarySink,
     SourceOptions,
     TraceSource,
@@ -141,6 +142,14 @@ def open_horse(recipe: Recipe, *, leased_by: str, stop_asked: Callable[[], bool]
         leased_by=leased_by,
         must_stop=_must_stop(recipe.pid, stop_asked),
     )
+
+
+def open_followers(settings: Settings) -> dict[str, FollowerSink]:
+    """Make the sinks that follow, by their names in SINKS; nothing connects before it is used.
+
+    Raises ConfigError where one is unknown or refuses its options.
+    """
+    return {name: find("sinks", name)(sink_options(settings, name)) for name in settings.followers}
 
 
 def embedder_options(settings: Settings) -> EmbedderOptions:

@@ -41,6 +41,9 @@ def readiness(ctx: Context) -> Seen:
                 return _unavailable(f"migrations: {names} missing; run python -m migrations")
             alive = fleet.alive(tx)
             paused = _paused(fleet.backends(tx, ctx.settings.embedder))
+            paused += [
+                f"sink_paused:{name}" for name in ctx.settings.followers if _is_away(tx, name)
+            ]
     except StoreUnavailable as exc:
         return _unavailable(f"postgres: {exc.message}")
     degraded = [*redis_faults(ctx), *paused]
@@ -65,6 +68,10 @@ def _unserved(ctx: Context, alive: fleet.Alive) -> list[str]:
 
 def _unavailable(reason: str) -> Seen:
     return Seen(is_ready=False, shown={"status": "unavailable", "reason": reason})
+
+
+def _is_away(tx: Tx, sink: str) -> bool:
+    return any(each.paused_since for each in fleet.backends(tx, sink).values())
 
 
 def _paused(backends: dict[str, fleet.Backend]) -> list[str]:
@@ -153,8 +160,10 @@ def incidents(ctx: Context, caller: Caller, *, cursor: str | None, limit: int) -
     Raises InvalidRequest where the cursor is none that a list gave.
     """
     before_at, before_id = _cursor(cursor)
+    # What waits for a sink that follows is not told by client, so only an admin sees it.
+    followers = ctx.settings.followers if caller.is_admin else ()
     client = None if caller.is_admin else caller.client
-    wanted = fleet.IncidentFilter(ctx.settings.embedder, client, before_at, before_id)
+    wanted = fleet.IncidentFilter(ctx.settings.embedder, followers, client, before_at, before_id)
     with ctx.database.transaction() as tx:
         found = fleet.incidents(tx, wanted, limit=limit)
     last = found[-1] if len(found) == limit else None

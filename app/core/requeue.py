@@ -9,7 +9,7 @@ from app.core import rings, status, trace_result
 from app.core.context import Context
 from app.core.errors import BellsUnavailable, JobNotFound, NothingToRequeue, StoreUnavailable
 from app.core.model import Caller, Job, JobState, Rings, is_trace
-from app.core.store import clients, fleet, items, jobs, traces
+from app.core.store import clients, fleet, items, jobs, traces, vectors
 from app.core.store.database import Tx
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def requeue(ctx: Context, caller: Caller, job_id: str, why: Why) -> dict[str, An
     status.publish(ctx, job_id)
     facts = {"event": "requeued", "job_id": job_id, "client": caller.client}
     log.info("requeued", extra={**facts, "items": revived.count, "reason": why.via})
-    state = JobState.QUEUED if job.state.is_final else job.state
+    state = JobState.QUEUED if job.state.is_final and revived.rings else job.state
     return {"job_id": job_id, "requeued": revived.count, "state": state}
 
 
@@ -57,14 +57,18 @@ def _revive_items(ctx: Context, caller: Caller, job_id: str, why: Why) -> _Reviv
         job = _own(tx, caller, job_id)
         if job.cancelled_at and not job.state.is_final:
             raise NothingToRequeue("the job is being cancelled: requeue it when it is final")
+        followed = vectors.revive(tx, job_id)
+        alive = fleet.alive(tx)
+        if followed and not job.counts.failed:  # the job stays final: a sink has nothing to embed
+            _note(tx, caller, job_id, why, followed)
+            return _Revived(job, followed, None, alive)
         jobs.reopen(tx, job_id)
         count = items.revive(tx, job_id)
         if not count:
             raise NothingToRequeue
-        _note(tx, caller, job_id, why, count)
-        alive = fleet.alive(tx)
+        _note(tx, caller, job_id, why, count + followed)
         bells = rings.wanted(ctx, count, alive, job.project)
-        return _Revived(job, count, jobs.take_rings(tx, job_id, bells), alive)
+        return _Revived(job, count + followed, jobs.take_rings(tx, job_id, bells), alive)
 
 
 def _revive_segments(ctx: Context, caller: Caller, job_id: str, why: Why) -> _Revived:

@@ -23,7 +23,7 @@ from app.core.errors import (
 from app.core.live import FRESH_SECONDS, Meta
 from app.core.model import Caller, Job, Target
 from app.core.ports import PrimarySink
-from app.core.store import fleet, items, jobs, targets, traces
+from app.core.store import fleet, items, jobs, targets, traces, vectors
 from app.core.store.database import Tx
 
 STREAM_BLOCK = 500
@@ -384,7 +384,17 @@ def list_items(ctx: Context, caller: Caller, job_id: str, wanted: ItemsWanted) -
             return _list_segments(tx, job_id, wanted)
         rows = items.page(tx, job_id, after=wanted.after, limit=wanted.limit, status=wanted.status)
         history = items.attempts(tx, [row["item_id"] for row in rows])
-    shown = [_item(row, history.get(row["item_id"], [])) for row in rows]
+        followed = vectors.states(tx, [_ledger_key(row) for row in rows])
+    shown = [
+        {
+            **_item(row, history.get(row["item_id"], [])),
+            "sinks": {
+                ctx.settings.primary_sink: _primary(row, history.get(row["item_id"], [])),
+                **{each["sink"]: _follower(each) for each in followed.get(_ledger_key(row), [])},
+            },
+        }
+        for row in rows
+    ]
     is_full = len(rows) == wanted.limit
     return {"items": shown, "next": str(rows[-1]["position"]) if is_full else None}
 
@@ -424,6 +434,21 @@ def _item(row: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
         "error_class": row["error_class"],
         "errors": history,
     }
+
+
+def _primary(row: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
+    failed = row["status"] == "failed" and history
+    error = f"{history[-1]['error_class']}: {history[-1]['message']}" if failed else None
+    return {"status": row["status"], "attempts": row["attempts"], "error": error}
+
+
+def _follower(state: dict[str, Any]) -> dict[str, Any]:
+    error = f"{state['error_class']}: {state['last_error']}" if state["error_class"] else None
+    return {"status": state["status"], "attempts": state["attempts"], "error": error}
+
+
+def _ledger_key(row: dict[str, Any]) -> vectors.Key:
+    return row["target_table"], row["target_id"], row["embedding_version"]
 
 
 def result(

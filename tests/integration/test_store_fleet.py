@@ -210,7 +210,7 @@ def incidents(
     tx: Tx, client: str | None = None, *, limit: int = 50, after: fleet.Incident | None = None
 ) -> list[fleet.Incident]:
     before = (after.until, after.id) if after else (None, None)
-    return fleet.incidents(tx, fleet.IncidentFilter(NAME, client, *before), limit=limit)
+    return fleet.incidents(tx, fleet.IncidentFilter(NAME, (), client, *before), limit=limit)
 
 
 def end_outage(tx: Tx, model: str = MODEL) -> None:

@@ -7,16 +7,19 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Event
 from types import FrameType
 
 from app.core.config import Settings
 from app.core.context import Context, open_context
 from app.core.errors import StoreUnavailable
+from app.core.ports import find
 from app.core.store import fleet
 from app.core.store.database import Tx, translated
+from worker.runtime import open_followers
 from worker.sweep import cleanup, leases, rings, unowned
+from worker.sweep.followers import Following
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +40,20 @@ LEAST_ALIVE_SECONDS = 5.0
 
 def run(settings: Settings) -> int:
     """Sweep until SIGTERM or SIGINT; two sweepers are harmless, one of them waits."""
-    ctx = open_context(settings, application="holdfast sweeper", most_connections=3)
-    sweeper = Sweeper(ctx)
+    sinks = open_followers(settings)
+    ctx = open_context(
+        settings, application="holdfast sweeper", most_connections=3 + 2 * len(sinks)
+    )
+    following = Following(ctx, find("sinks", settings.primary_sink)(), sinks)
+    sweeper = Sweeper(ctx, following.counts)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, sweeper.stop)
     log.info("Sweeper starting", extra={"event": "worker_start", "worker": sweeper.name})
+    following.start()
     try:
         sweeper.run()
     finally:
+        following.stop()
         ctx.close()
     log.info("Sweeper stopped", extra={"event": "worker_stop", "worker": sweeper.name})
     return 0
@@ -53,8 +62,9 @@ def run(settings: Settings) -> int:
 class Sweeper:
     """One sweeper process: leads, or stands by until the leader's connection is gone."""
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, followed: Mapping[str, int] | None = None) -> None:
         self._ctx = ctx
+        self._followed = {} if followed is None else followed
         host = socket.gethostname()
         self.name = f"{host}-sweeper-{secrets.token_hex(4)}"
         self._process = fleet.Process(self.name, "sweeper", "", host, os.getpid())
@@ -133,7 +143,10 @@ class Sweeper:
 
     def _beat(self, connection: Tx) -> None:
         seconds = max(LEAST_ALIVE_SECONDS, 3 * self._ctx.settings.sweep_seconds)
-        fleet.beat(connection, self._process, seconds=seconds, counters=dict(self._counts))
+        fleet.beat(connection, self._process, seconds=seconds, counters=self._counters())
+
+    def _counters(self) -> dict[str, int]:
+        return {**self._counts, **self._followed}
 
     def _leave(self) -> None:
         try:

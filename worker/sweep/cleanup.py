@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from app.core.context import Context
-from app.core.store import fleet, items, jobs
+from app.core.store import fleet, items, jobs, vectors
 from app.core.store.database import Tx
 
 BLOCK = 1000
@@ -16,6 +16,9 @@ def run_once(ctx: Context) -> Counter[str]:
     counts: Counter[str] = Counter()
     counts["items"] = _blocks(
         ctx, lambda tx: items.prune(tx, days=settings.cleanup_done_days, limit=BLOCK)
+    )
+    counts["vectors"] = _blocks(
+        ctx, lambda tx: vectors.prune(tx, followers=settings.followers, limit=BLOCK)
     )
     counts["jobs"] = _blocks(
         ctx, lambda tx: jobs.prune(tx, days=settings.cleanup_job_days, limit=BLOCK // 10)

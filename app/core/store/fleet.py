@@ -226,7 +226,13 @@ def note_ok(tx: Tx, name: str, model: str) -> None:
 INCIDENTS = """
 SELECT i.id, i.backend, i.model, i.error_class, i.reason, i.since, i.until,
        CASE WHEN i.until IS NULL THEN greatest(b.paused_until, b.probe_until) END AS next_try_at,
-       CASE WHEN i.until IS NOT NULL THEN 0 ELSE (
+       CASE WHEN i.until IS NOT NULL THEN 0
+            WHEN i.backend = ANY(%(followers)s::text[]) THEN (
+           SELECT count(*) FROM holdfast.item_sinks s
+             JOIN holdfast.vectors v ON v.id = s.vector_id
+            WHERE s.sink = i.backend AND s.status = 'pending'
+              AND i.model IN ('', v.target_table || ' ' || v.embedding_version)
+            ) ELSE (
            SELECT coalesce(sum(least(m.items, c.open)), 0)
              FROM holdfast.jobs j
              JOIN holdfast.job_models m ON m.job_id = j.id AND m.model = i.model
@@ -236,7 +242,7 @@ SELECT i.id, i.backend, i.model, i.error_class, i.reason, i.since, i.until,
        ) END::bigint AS items_waiting
   FROM holdfast.incidents i
   LEFT JOIN holdfast.backends b ON b.name = i.backend AND b.model = i.model
- WHERE i.backend = %(backend)s
+ WHERE (i.backend = %(backend)s OR i.backend = ANY(%(followers)s::text[]))
    AND coalesce(i.until, 'infinity') > now() - interval '7 days'
    AND (%(before_id)s::bigint IS NULL
         OR (coalesce(i.until, 'infinity'), i.id)
@@ -266,6 +272,8 @@ class IncidentFilter:
     """Which outages are listed: a backend's, and whose items are counted as waiting."""
 
     backend: str
+    followers: Sequence[str] = ()
+    """Sinks whose outages are listed too."""
     client: str | None = None
     """None: everybody's."""
     before_at: datetime | None = None
@@ -274,7 +282,7 @@ class IncidentFilter:
 
 def incidents(tx: Tx, wanted: IncidentFilter, *, limit: int) -> list[Incident]:
     """Return outages: open ones first, then those that ended lately, each newest first."""
-    values = {**asdict(wanted), "limit": limit}
+    values = {**asdict(wanted), "followers": list(wanted.followers), "limit": limit}
     with tx.cursor(row_factory=class_row(Incident)) as cursor:
         return cursor.execute(INCIDENTS, values).fetchall()
 
