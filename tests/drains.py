@@ -31,6 +31,9 @@ ELAPSE = (
     """UPDATE public.embedding_retry_queue
           SET next_attempt_at = next_attempt_at - make_interval(secs => %(seconds)s)
         WHERE status = 'pending'""",
+    """UPDATE holdfast.item_sinks
+          SET next_attempt_at = next_attempt_at - make_interval(secs => %(seconds)s)
+        WHERE status = 'pending'""",
     """UPDATE holdfast.backends
           SET paused_since = paused_since - make_interval(secs => %(seconds)s),
               paused_until = paused_until - make_interval(secs => %(seconds)s),
@@ -42,7 +45,7 @@ EMPTY = """
 DELETE FROM public.embedding_retry_queue; DELETE FROM holdfast.job_items;
 DELETE FROM holdfast.job_counts; DELETE FROM holdfast.jobs; DELETE FROM holdfast.item_attempts;
 DELETE FROM holdfast.backends; DELETE FROM holdfast.slices; DELETE FROM holdfast.processes;
-DELETE FROM holdfast.incidents; DELETE FROM holdfast.canaries;
+DELETE FROM holdfast.incidents; DELETE FROM holdfast.canaries; DELETE FROM holdfast.vectors;
 DELETE FROM holdfast.requeues; DELETE FROM ai_insights; DELETE FROM conversations
 """
 
