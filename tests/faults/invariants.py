@@ -191,12 +191,32 @@ INVARIANTS: dict[str, LiteralString] = {
             OR done + skipped + failed + cancelled <> (
                    SELECT count(*) FROM holdfast.job_items i WHERE i.job_id = jobs.id))
     """,
+    "I10 what is done stands in the ledger with its text": """
+        SELECT q.id, v.content_hash = q.content_hash AS is_its_text, v.deleted_at
+          FROM public.embedding_retry_queue q
+          LEFT JOIN holdfast.vectors v USING (target_table, target_id, embedding_version)
+         WHERE q.status = 'done' AND q.skip_reason IS NULL AND q.target_table <> ''
+           AND (v.content_hash = q.content_hash AND v.deleted_at IS NULL) IS NOT TRUE
+    """,
+    "I10 a follower holds no version that the ledger does not have": """
+        SELECT s.vector_id, s.sink, s.version_wanted, s.version_written, v.version
+          FROM holdfast.item_sinks s JOIN holdfast.vectors v ON v.id = s.vector_id
+         WHERE greatest(s.version_wanted, s.version_written) > v.version
+            OR (s.status = 'done' AND s.version_written <> v.version)
+    """,
+    "I10 every follower has caught up": """
+        SELECT vector_id, sink, status, last_error FROM holdfast.item_sinks WHERE status = 'pending'
+    """,
     "I12 nothing is claimed before its time": """
         SELECT item_id, due_at, claimed_at FROM audit.claims WHERE claimed_at < due_at
     """,
 }
 
-AT_THE_END = ("I1 every accepted item is final", "I9 a job is final when all its items are")
+AT_THE_END = (
+    "I1 every accepted item is final",
+    "I9 a job is final when all its items are",
+    "I10 every follower has caught up",
+)
 
 COUNTED = """
 SELECT count(*) FILTER (WHERE is_accepted) AS accepted,

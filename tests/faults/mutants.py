@@ -7,7 +7,9 @@ JOBS = "app/core/store/jobs.py"
 LIVE = "app/core/live.py"
 SUBMISSION = "app/core/submission.py"
 TRACE = "app/core/trace.py"
+VECTORS = "app/core/store/vectors.py"
 CALLS = "worker/calls.py"
+FOLLOW = "worker/sweep/followers.py"
 EMBEDDING = "worker/embedding.py"
 SWEEP = "worker/sweep/__init__.py"
 RINGS = "worker/sweep/rings.py"
@@ -15,6 +17,7 @@ RINGS = "worker/sweep/rings.py"
 SCENARIOS = "tests/faults/test_scenarios.py::test_"
 FENCES = "tests/faults/test_fences.py::test_"
 OWNERS = "tests/security/test_strangers.py::test_"
+FOLLOWERS = "tests/integration/test_followers.py::test_"
 LOCKS = "tests/integration/test_outbox_locks.py::test_"
 
 NEW_TEXTS = "f4_a_worker_that_wakes_while_another_has_its_items_with_new_texts_changes_nothing"
@@ -32,6 +35,8 @@ FORGED = (
     "tests/security/test_forged_results.py::test_a_forged_page_is_never_shown_and_made_again"
     "[other rows with the same length and checksum]"
 )
+NEWER_TEXT = "a_text_that_changes_while_the_old_one_is_in_hand_is_the_last_one_written"
+ONLY_ITSELF = "one_that_is_down_delays_only_itself_and_nothing_is_embedded_twice"
 STRANGERS = "what_is_another_client_s_is_to_a_stranger_as_if_it_were_not_there"
 
 
@@ -261,5 +266,29 @@ MUTANTS = (
             Edit(TRACE, "import hashlib\n", "import zlib\n"),
             Edit(TRACE, "hashlib.sha256(packed).hexdigest()", "str(zlib.crc32(packed))"),
         ),
+    ),
+    Mutant(
+        "a follower's outcome without the version that it is of",
+        FOLLOWERS + NEWER_TEXT,
+        "item_sinks",
+        (Edit(VECTORS, " AND s.version_wanted <= o.version", ""),),
+    ),
+    Mutant(
+        "a sink that is asked again while it is away",
+        FOLLOWERS + ONLY_ITSELF,
+        "it never rests",
+        (
+            Edit(
+                FOLLOW,
+                "        if whole and whole.is_paused:\n            return 0\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "a follower's outage that costs its rows an attempt",
+        FOLLOWERS + ONLY_ITSELF,
+        "[1, 1, 1]",
+        (Edit(VECTORS, 'int(each.status == "pending")', "0"),),
     ),
 )

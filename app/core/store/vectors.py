@@ -28,6 +28,7 @@ WITH stored AS (
       FROM unnest(%(ids)s::bigint[], %(tokens)s::bigint[]) AS o(id, token)
       JOIN public.embedding_retry_queue q ON q.id = o.id
      WHERE q.status = 'done' AND q.skip_reason IS NULL AND q.updated_at = now()
+       AND q.target_table <> ''
      ORDER BY q.target_table, q.target_id, q.embedding_version
         ON CONFLICT ON CONSTRAINT vectors_key DO UPDATE
        SET model = excluded.model, model_digest = excluded.model_digest,
