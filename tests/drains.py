@@ -98,6 +98,10 @@ class Mill:
         found = self.rows(query, model=model or self.settings.embedding_model)
         return found[0] if found else {"is_paused": False}
 
+    def label(self, table: str = TARGET) -> str:
+        """Return how a target is named where it is paused."""
+        return f"{table} {self.settings.version_label}"
+
     def vectors(self, table: str = TARGET) -> dict[int, list[float] | None]:
         """Return what the target table holds."""
         query = f"SELECT id, embedding::real[] AS vector FROM {table} ORDER BY id"  # noqa: S608

@@ -13,11 +13,13 @@ from app.core.errors import (
     BellsUnavailable,
     ErrorClass,
     FailedItemsRemain,
+    HoldfastError,
     SinkFault,
     StoreUnavailable,
     WorkError,
 )
 from app.core.model import (
+    PAUSE_CAP_SECONDS,
     Claim,
     Failed,
     Job,
@@ -27,6 +29,7 @@ from app.core.model import (
     Settlement,
     Skipped,
     Target,
+    backoff,
     decide,
 )
 from app.core.ports import Write
@@ -70,6 +73,15 @@ def drain(horse: Horse, job_id: str, run: int) -> dict[str, int]:
         return _Drain(horse, job, registered, lease, pace).run()
 
 
+class _TargetFault(HoldfastError):
+    """The table of a target is not as it was registered."""
+
+    def __init__(self, target: Target, fault: BackendFault) -> None:
+        super().__init__(fault.message)
+        self.target = target
+        self.fault = fault
+
+
 class _Drain:
     """One bell at work on one job."""
 
@@ -83,6 +95,7 @@ class _Drain:
         self.lease = lease
         self.counts: Counter[str] = Counter()
         self.others: set[str] = set()
+        self.closed: list[str] = []
         self.terms = items.ClaimTerms(
             job_id=job.id,
             leased_by=horse.leased_by,
@@ -156,6 +169,7 @@ class _Drain:
         probed = None
         with self.ctx.database.transaction() as tx:
             paused = self.calls.begin_slice(tx)
+            self.closed = self._closed_targets(tx)
             claims = self._claim_due(tx, self.calls.pace, paused)
             if not claims:
                 probed, claims = self._claim_probe(tx, paused)
@@ -163,7 +177,47 @@ class _Drain:
         return claims
 
     def _claim_due(self, tx: Tx, limit: int, paused: set[str]) -> list[Claim]:
-        return items.claim(tx, self.terms, limit=limit, paused_models=sorted(paused))
+        return items.claim(
+            tx, self.terms, limit=limit, paused_models=sorted(paused), paused_targets=self.closed
+        )
+
+    def _closed_targets(self, tx: Tx) -> list[str]:
+        """Return the targets that cannot be written to; where a pause is over, look at the table.
+
+        So no text is embedded for a table that is still not as it was registered.
+        """
+        name = self.ctx.settings.primary_sink
+        known = fleet.backends(tx, name)
+        closed: list[str] = []
+        for target in self.calls.targets.values():
+            state = known.get(target.label)
+            if state is None or not state.paused_since:
+                continue
+            faults = [] if state.is_paused else targets.faults(tx, target)
+            if faults:
+                message = "; ".join(f"{fault.field} {fault.message}" for fault in faults)
+                self._close(tx, target, BackendFault(ErrorClass.BAD_CONFIG, message))
+            if faults or state.is_paused:
+                closed.append(target.label)
+            else:
+                fleet.note_ok(tx, name, target.label)
+        return closed
+
+    def _close(self, tx: Tx, target: Target, fault: BackendFault) -> None:
+        """Leave a target alone for a time: its table is at fault, no text and no backend."""
+        name = self.ctx.settings.primary_sink
+        state = fleet.backends(tx, name).get(target.label)
+        is_new = fleet.pause(
+            tx,
+            name,
+            target.label,
+            seconds=backoff(state.tries if state else 0, cap_seconds=PAUSE_CAP_SECONDS),
+            error_class=fault.error_class,
+            message=fault.message,
+        )
+        if is_new:
+            facts = {"event": "sink_paused", "sink": name, "error_class": fault.error_class}
+            log.warning("target paused: %s", fault.message, extra=facts)
 
     def _claim_probe(self, tx: Tx, paused: set[str]) -> tuple[str | None, list[Claim]]:
         """Half open: one item tells whether the rest may go on, and one bell tries it."""
@@ -183,10 +237,16 @@ class _Drain:
     def _settle_or_pause(self, answer: Answer) -> None:
         try:
             self._settle(answer)
-        except BackendFault as fault:
-            # The sink's fault as a whole, not a row's: nobody is charged until it is mended.
-            model = self.calls.model(answer.claims[0])
-            self._settle(Answer(answer.claims, (), self.calls.pause(model, fault)))
+        except _TargetFault as exc:
+            # A table's fault as a whole, not a row's: nobody is charged until it is mended, and
+            # what goes to other tables is stored.
+            with self.ctx.database.transaction() as tx:
+                self._close(tx, exc.target, exc.fault)
+            theirs = [each for each in answer.claims if self.calls.target(each) == exc.target]
+            self._settle(Answer(theirs, (), exc.fault))
+            others = frozenset(each.item_id for each in answer.claims if each not in theirs)
+            if others:
+                self._settle_or_pause(answer.only(others))
 
     def _settle(self, answer: Answer) -> None:
         """Write the outcomes; come back for rows that others hold, and hold none meanwhile."""
@@ -235,7 +295,10 @@ class _Drain:
     def _write(self, tx: Tx, pairs: Sequence[tuple[Claim, Sequence[float]]]) -> list[Settlement]:
         target = self.calls.target(pairs[0][0])
         writes = [Write(claim.target_id, vector) for claim, vector in pairs]
-        written = self.horse.sink.write(tx, target, writes)
+        try:
+            written = self.horse.sink.write(tx, target, writes)
+        except BackendFault as fault:
+            raise _TargetFault(target, fault) from fault
 
         def outcome(claim: Claim) -> Outcome:
             if claim.target_id in written.gone:

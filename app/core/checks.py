@@ -41,9 +41,8 @@ def readiness(ctx: Context) -> Seen:
                 return _unavailable(f"migrations: {names} missing; run python -m migrations")
             alive = fleet.alive(tx)
             paused = _paused(fleet.backends(tx, ctx.settings.embedder))
-            paused += [
-                f"sink_paused:{name}" for name in ctx.settings.followers if _is_away(tx, name)
-            ]
+            sinks = (ctx.settings.primary_sink, *ctx.settings.followers)
+            paused += [f"sink_paused:{name}" for name in sinks if _is_away(tx, name)]
     except StoreUnavailable as exc:
         return _unavailable(f"postgres: {exc.message}")
     degraded = [*redis_faults(ctx), *paused]
@@ -160,10 +159,11 @@ def incidents(ctx: Context, caller: Caller, *, cursor: str | None, limit: int) -
     Raises InvalidRequest where the cursor is none that a list gave.
     """
     before_at, before_id = _cursor(cursor)
-    # What waits for a sink that follows is not told by client, so only an admin sees it.
-    followers = ctx.settings.followers if caller.is_admin else ()
+    # What waits for a sink is not told by client, so only an admin sees it.
+    settings = ctx.settings
+    sinks = (settings.primary_sink, *settings.followers) if caller.is_admin else ()
     client = None if caller.is_admin else caller.client
-    wanted = fleet.IncidentFilter(ctx.settings.embedder, followers, client, before_at, before_id)
+    wanted = fleet.IncidentFilter(settings.embedder, sinks, client, before_at, before_id)
     with ctx.database.transaction() as tx:
         found = fleet.incidents(tx, wanted, limit=limit)
     last = found[-1] if len(found) == limit else None

@@ -118,6 +118,11 @@ class Target:
     """Where the text of a row can be read again."""
     is_current: bool = True
 
+    @property
+    def label(self) -> str:
+        """How it is named where it is left alone for a time: table and version."""
+        return f"{self.target_table} {self.embedding_version}"
+
 
 @dataclass(frozen=True, slots=True)
 class NewItem:

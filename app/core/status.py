@@ -256,17 +256,37 @@ def _waiting(ctx: Context, tx: Tx, job: Job) -> dict[str, Any] | None:
     if unserved:
         return unserved
     is_due, next_at = items.next_due(tx, job.id)
-    paused = [
-        each for each in fleet.backends(tx, ctx.settings.embedder).values() if each.paused_since
-    ]
-    models: set[str] = items.models(tx, job.id) if paused else set()
-    for each in paused:
-        if each.model in models:
-            return _because("backend_paused", _outage(ctx, tx, job, each), each.paused_until)
+    outage = _paused(ctx, tx, job)
+    if outage:
+        return outage
     if not is_due and next_at:
         return _because("retry_scheduled", "the next attempt comes at the time given", next_at)
     ahead = jobs.ahead(tx, job.id)
     return _because("queued_behind", f"{ahead.jobs} other jobs with {ahead.items} open items")
+
+
+def _paused(ctx: Context, tx: Tx, job: Job) -> dict[str, Any] | None:
+    """Say which pause the job's first items wait for: of a model, or of a target."""
+    backends = _away(tx, ctx.settings.embedder)
+    closed = _away(tx, ctx.settings.primary_sink)
+    if not backends and not closed:
+        return None
+    models, labels = items.needs(tx, job.id)
+    for each in backends:
+        if each.model in models:
+            return _because("backend_paused", _outage(ctx, tx, job, each), each.paused_until)
+    for each in closed:
+        if each.model in labels:
+            detail = (
+                f"target {each.model} {each.error_class} since {_utc(each.paused_since)}:"
+                f" its items wait, 0 lost; next look at {_utc(each.paused_until)} ({each.message})"
+            )
+            return _because("backend_paused", detail, each.paused_until)
+    return None
+
+
+def _away(tx: Tx, name: str) -> list[fleet.Backend]:
+    return [each for each in fleet.backends(tx, name).values() if each.paused_since]
 
 
 def _outage(ctx: Context, tx: Tx, job: Job, backend: fleet.Backend) -> str:

@@ -12,7 +12,7 @@ from threading import Event
 
 import pytest
 
-from app.core import model, requeue, status, submission
+from app.core import checks, model, requeue, status, submission
 from app.core.errors import ErrorClass, FailedItemsRemain, WorkError
 from app.core.model import JobState, Retry, Settlement
 from app.core.requests import BatchOptions
@@ -994,7 +994,7 @@ def test_a_column_of_another_dimension_pauses_and_names_both(own_mill: Mill) -> 
 
     assert own_mill.drain(job_id) == {"release": 3}
 
-    backend = own_mill.backend()
+    backend = own_mill.backend(own_mill.label())
     assert (backend["is_paused"], backend["error_class"]) == (True, "bad_config")
     assert "ai_insights" in backend["message"]
     assert "4 dimensions" in backend["message"]
@@ -1012,9 +1012,50 @@ def test_a_table_that_is_not_as_registered_pauses_and_is_named(own_mill: Mill, c
 
     assert own_mill.drain(job_id) == {"release": 3}
 
-    assert own_mill.backend()["error_class"] == "bad_config"
-    assert "ai_insights" in own_mill.backend()["message"]
+    assert own_mill.backend(own_mill.label())["error_class"] == "bad_config"
+    assert "ai_insights" in own_mill.backend(own_mill.label())["message"]
     assert set(own_mill.column(job_id, "attempts")) == {0}
+
+
+def test_one_table_that_is_not_as_registered_holds_up_no_other(own_mill: Mill) -> None:
+    own_mill.rows("ALTER TABLE ai_insights DROP COLUMN embedding, ADD COLUMN embedding vector(4)")
+    own_mill.rows("INSERT INTO conversations (id, body) VALUES (1, ''), (2, '')")
+    more = [
+        {"target_table": "conversations", "target_id": number, "text": f"text {number}"}
+        for number in (1, 2)
+    ]
+    own_mill.rows("INSERT INTO ai_insights (id, body) VALUES (1, '')")
+    with own_mill.ctx.database.transaction() as tx:
+        fleet.beat(
+            tx, fleet.Process("w", "worker", "embeddings", "here", 1), seconds=60, counters={}
+        )
+    broken = {"target_table": "ai_insights", "target_id": 1, "text": "text of the broken table"}
+    incoming = submission.Incoming(BatchOptions(), [broken, *more])
+    job_id = submission.submit(own_mill.ctx, CALLER, incoming).job_id
+
+    own_mill.drain(job_id)
+
+    assert own_mill.column(job_id, "status") == ["pending", "done", "done"]
+    assert not own_mill.backend()["is_paused"]
+    waiting = json.loads(status.read(own_mill.ctx, CALLER, job_id).body)["waiting"]
+    assert waiting["reason"] == "backend_paused"
+    assert "ai_insights" in waiting["detail"]
+    admin_caller = replace(CALLER, scopes=frozenset({"admin"}))
+    [incident] = checks.incidents(own_mill.ctx, admin_caller, cursor=None, limit=9)["incidents"]
+    assert (incident["backend"], incident["items_waiting"]) == ("pgvector", 1)
+
+    # Still broken when the pause is over: the table is looked at, and no text is sent for it.
+    sent = len(own_mill.fake.calls)
+    own_mill.elapse(OUTAGE_SECONDS)
+    own_mill.drain(job_id)
+    assert len(own_mill.fake.calls) == sent
+    assert own_mill.column(job_id, "attempts") == [0, 1, 1]
+
+    own_mill.rows("ALTER TABLE ai_insights DROP COLUMN embedding, ADD COLUMN embedding vector(8)")
+    own_mill.elapse(OUTAGE_SECONDS)
+    own_mill.drain(job_id)
+    assert own_mill.column(job_id, "status") == ["done"] * 3
+    assert not own_mill.backend(own_mill.label())["is_paused"]
 
 
 # ---- what happened meanwhile

@@ -46,6 +46,7 @@ CLAIM: dict[str, object] = {
     "allowance": 5,
     "limit": 64,
     "paused": [],
+    "paused_targets": [],
 }
 SETTLE: dict[str, object] = {
     "ids": IDS,
@@ -70,7 +71,7 @@ STATEMENTS: dict[str, tuple[LiteralString, dict[str, object]]] = {
     "recover expired": (items.LOCK_DEAD, {"leased_by": None, "limit": 1000}),
     "recover dead": (items.LOCK_DEAD, {"leased_by": "emb-9-1", "limit": 1000}),
     "next due": (items.NEXT_DUE, JOB),
-    "models": (items.MODELS, JOB),
+    "needs": (items.NEEDS, JOB),
     "revive": (items.REVIVE, JOB),
     "lock open": (items.LOCK_OPEN, JOB),
     "cancel": (items.CANCEL, JOB),
@@ -91,7 +92,7 @@ STATEMENTS: dict[str, tuple[LiteralString, dict[str, object]]] = {
             "limit": 50,
         },
     ),
-    "due": (jobs.DUE, {"paused": [MODEL]}),
+    "due": (jobs.DUE, {"paused": [MODEL], "paused_targets": [f"other {MODEL}"]}),
     "complete": (jobs.COMPLETE, {}),
     "open work": (jobs.OPEN_WORK, {"client": "client-3"}),
     "errors": (jobs.ERRORS, JOB),
@@ -101,7 +102,12 @@ STATEMENTS: dict[str, tuple[LiteralString, dict[str, object]]] = {
     "in hand": (items.IN_HAND, {"ids": IDS}),
     "incidents": (
         fleet.INCIDENTS,
-        {**dict.fromkeys(("client", "before_at", "before_id")), "backend": "ollama", "limit": 50},
+        {
+            **dict.fromkeys(("client", "before_at", "before_id")),
+            "backend": "ollama",
+            "sinks": [],
+            "limit": 50,
+        },
     ),
 }
 

@@ -253,6 +253,17 @@ def test_an_item_is_claimed_when_it_is_due_the_longest_waiting_first(tx: Tx) -> 
     assert [each[0].target_id if each else None for each in order] == ["2", "3", "1", None]
 
 
+def test_items_of_a_paused_target_are_left(tx: Tx) -> None:
+    submit(tx, "emb-1", {"1": "a"})
+    terms = ClaimTerms("emb-1", "bell", 45, 5)
+    label = f"{TABLE} {VERSION}"
+
+    assert not items.claim(tx, terms, limit=10, paused_models=[], paused_targets=[label])
+    assert jobs.due(tx, paused_models=[], paused_targets=[label]) == []
+    assert [job.id for job in jobs.due(tx, paused_models=[], paused_targets=["other"])] == ["emb-1"]
+    assert items.claim(tx, terms, limit=10, paused_models=[], paused_targets=["other"])
+
+
 def test_items_of_a_paused_model_are_left(tx: Tx) -> None:
     submit(tx, "emb-1", {"1": "a"})
     terms = ClaimTerms("emb-1", "bell-1", 60, 5)
@@ -728,13 +739,13 @@ def test_an_offset_finds_its_line_although_positions_have_holes(tx: Tx) -> None:
     assert before == [-1, 0, 3, 4, 9, 9]
 
 
-def test_a_job_names_the_models_that_it_waits_for(tx: Tx) -> None:
+def test_a_job_names_the_models_and_targets_that_it_waits_for(tx: Tx) -> None:
     submit(tx, "emb-1", {"1": "a", "2": "b"})
-    assert items.models(tx, "emb-1") == {MODEL}
+    assert items.needs(tx, "emb-1") == ({MODEL}, {f"{TABLE} {VERSION}"})
 
     work(tx, "emb-1")
 
-    assert items.models(tx, "emb-1") == set()
+    assert items.needs(tx, "emb-1") == (set(), set())
     assert items.next_due(tx, "emb-1") == (False, None)
 
 
@@ -744,7 +755,7 @@ def test_the_model_of_an_item_that_has_crashed_before_is_named_too(tx: Tx) -> No
     end_leases(tx)
     items.recover_expired(tx)
 
-    assert items.models(tx, "emb-1") == {MODEL}
+    assert items.needs(tx, "emb-1") == ({MODEL}, {f"{TABLE} {VERSION}"})
     assert items.next_due(tx, "emb-1")[0]
 
 

@@ -48,7 +48,7 @@ class Follower:
         with self._ctx.database.transaction() as tx:
             known = fleet.backends(tx, self.name)
             registered = {_key(each): each for each in targets.registered(tx)}
-            paused = [key for key in registered if _is_paused(known, key)]
+            paused = [label for label, each in known.items() if each.is_paused]
             limit = self._limit(known.get(""))
             due = vectors.claim(tx, self._terms, limit=limit, paused=paused) if limit else []
         counts: Counter[str] = Counter()
@@ -114,7 +114,7 @@ class Follower:
         self, target: Target, fault: BackendFault, known: Mapping[str, fleet.Backend]
     ) -> None:
         # What is wrong with one index is not the whole store's.
-        name = label(target) if fault.error_class is ErrorClass.BAD_CONFIG else ""
+        name = target.label if fault.error_class is ErrorClass.BAD_CONFIG else ""
         tries = known[name].tries if name in known else 0
         seconds = backoff(tries, cap_seconds=PAUSE_CAP_SECONDS)
         with self._ctx.database.transaction() as tx:
@@ -131,7 +131,7 @@ class Follower:
             log.warning("sink paused: %s", fault.message, extra=facts)
 
     def _resume(self, target: Target, known: Mapping[str, fleet.Backend]) -> None:
-        names = [name for name in ("", label(target)) if name in known and known[name].paused_since]
+        names = [name for name in ("", target.label) if name in known and known[name].paused_since]
         if not names:
             return
         with self._ctx.database.transaction() as tx:
@@ -200,18 +200,8 @@ class Following:
                 log.info("followed", extra={"event": "sink_followed", "counts": dict(counts)})
 
 
-def label(target: Target) -> str:
-    """Return how a target and version are named where a sink is paused for them alone."""
-    return f"{target.target_table} {target.embedding_version}"
-
-
 def _key(row: Due | Target) -> tuple[str, str]:
     return row.target_table, row.embedding_version
-
-
-def _is_paused(known: Mapping[str, fleet.Backend], key: tuple[str, str]) -> bool:
-    found = known.get(" ".join(key))
-    return bool(found and found.is_paused)
 
 
 def _document(due: Due, vector: Sequence[float] | None) -> Document:

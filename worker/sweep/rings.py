@@ -24,7 +24,9 @@ def run_once(ctx: Context) -> Counter[str]:
         alive = fleet.alive(tx)
         backends = fleet.backends(tx, ctx.settings.embedder)
         paused = [model for model, each in backends.items() if each.is_paused]
-        due = jobs.due(tx, paused_models=paused)
+        sinks = fleet.backends(tx, ctx.settings.primary_sink)
+        closed = [label for label, each in sinks.items() if each.is_paused]
+        due = jobs.due(tx, paused_models=paused, paused_targets=closed)
         complete_traces, due_traces = traces.complete(tx), traces.due(tx)
     for job_id in complete:
         finished = status.finish(ctx, job_id, ttl_seconds=ctx.settings.job_result_ttl_seconds)

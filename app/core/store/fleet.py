@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any, cast
 
@@ -226,13 +226,7 @@ def note_ok(tx: Tx, name: str, model: str) -> None:
 INCIDENTS = """
 SELECT i.id, i.backend, i.model, i.error_class, i.reason, i.since, i.until,
        CASE WHEN i.until IS NULL THEN greatest(b.paused_until, b.probe_until) END AS next_try_at,
-       CASE WHEN i.until IS NOT NULL THEN 0
-            WHEN i.backend = ANY(%(followers)s::text[]) THEN (
-           SELECT count(*) FROM holdfast.item_sinks s
-             JOIN holdfast.vectors v ON v.id = s.vector_id
-            WHERE s.sink = i.backend AND s.status = 'pending'
-              AND i.model IN ('', v.target_table || ' ' || v.embedding_version)
-            ) ELSE (
+       CASE WHEN i.until IS NOT NULL OR i.backend <> %(backend)s THEN 0 ELSE (
            SELECT coalesce(sum(least(m.items, c.open)), 0)
              FROM holdfast.jobs j
              JOIN holdfast.job_models m ON m.job_id = j.id AND m.model = i.model
@@ -242,13 +236,28 @@ SELECT i.id, i.backend, i.model, i.error_class, i.reason, i.since, i.until,
        ) END::bigint AS items_waiting
   FROM holdfast.incidents i
   LEFT JOIN holdfast.backends b ON b.name = i.backend AND b.model = i.model
- WHERE (i.backend = %(backend)s OR i.backend = ANY(%(followers)s::text[]))
+ WHERE (i.backend = %(backend)s OR i.backend = ANY(%(sinks)s::text[]))
    AND coalesce(i.until, 'infinity') > now() - interval '7 days'
    AND (%(before_id)s::bigint IS NULL
         OR (coalesce(i.until, 'infinity'), i.id)
            < (coalesce(%(before_at)s::timestamptz, 'infinity'), %(before_id)s))
  ORDER BY coalesce(i.until, 'infinity') DESC, i.id DESC
  LIMIT %(limit)s
+"""
+
+
+# Row by row, so only while a sink's outage lasts and an admin asks.
+WAITING_FOR_TABLE = """
+SELECT count(*) AS items
+  FROM public.embedding_retry_queue
+ WHERE status = 'pending' AND target_table || ' ' || embedding_version = %(label)s
+"""
+WAITING_FOR_SINK = """
+SELECT count(*) AS items
+  FROM holdfast.item_sinks s
+  JOIN holdfast.vectors v ON v.id = s.vector_id
+ WHERE s.sink = %(sink)s AND s.status = 'pending'
+   AND %(label)s IN ('', v.target_table || ' ' || v.embedding_version)
 """
 
 
@@ -272,8 +281,8 @@ class IncidentFilter:
     """Which outages are listed: a backend's, and whose items are counted as waiting."""
 
     backend: str
-    followers: Sequence[str] = ()
-    """Sinks whose outages are listed too."""
+    sinks: Sequence[str] = ()
+    """Those whose outages are listed too; the first is the primary."""
     client: str | None = None
     """None: everybody's."""
     before_at: datetime | None = None
@@ -282,9 +291,20 @@ class IncidentFilter:
 
 def incidents(tx: Tx, wanted: IncidentFilter, *, limit: int) -> list[Incident]:
     """Return outages: open ones first, then those that ended lately, each newest first."""
-    values = {**asdict(wanted), "followers": list(wanted.followers), "limit": limit}
+    values = {**asdict(wanted), "sinks": list(wanted.sinks), "limit": limit}
     with tx.cursor(row_factory=class_row(Incident)) as cursor:
-        return cursor.execute(INCIDENTS, values).fetchall()
+        found = cursor.execute(INCIDENTS, values).fetchall()
+    return [_with_waiting(tx, wanted, each) for each in found]
+
+
+def _with_waiting(tx: Tx, wanted: IncidentFilter, incident: Incident) -> Incident:
+    """Count what waits for a sink while its outage lasts."""
+    if incident.until is not None or incident.backend not in wanted.sinks:
+        return incident
+    is_primary = incident.backend == wanted.sinks[0]
+    values = {"sink": incident.backend, "label": incident.model}
+    row = tx.execute(WAITING_FOR_TABLE if is_primary else WAITING_FOR_SINK, values).fetchone()
+    return replace(incident, items_waiting=row["items"] if row else 0)
 
 
 # Who comes first is believed; the others get that one to compare with.

@@ -141,6 +141,7 @@ WITH due AS (
       FROM public.embedding_retry_queue
      WHERE job_id = %(job_id)s AND status = 'pending' AND kills = 0 AND next_attempt_at <= now()
        AND model <> ALL(%(paused)s::text[])
+       AND target_table || ' ' || embedding_version <> ALL(%(paused_targets)s::text[])
      ORDER BY next_attempt_at, id
      LIMIT %(limit)s
        FOR UPDATE SKIP LOCKED
@@ -166,6 +167,7 @@ WITH due AS (
       FROM public.embedding_retry_queue
      WHERE job_id = %(job_id)s AND status = 'pending' AND kills > 0 AND next_attempt_at <= now()
        AND model <> ALL(%(paused)s::text[])
+       AND target_table || ' ' || embedding_version <> ALL(%(paused_targets)s::text[])
      ORDER BY next_attempt_at, id
      LIMIT 1
        FOR UPDATE SKIP LOCKED
@@ -194,12 +196,20 @@ class ClaimTerms:
     allowance: int
 
 
-def claim(tx: Tx, terms: ClaimTerms, *, limit: int, paused_models: Sequence[str]) -> list[Claim]:
+def claim(
+    tx: Tx,
+    terms: ClaimTerms,
+    *,
+    limit: int,
+    paused_models: Sequence[str],
+    paused_targets: Sequence[str] = (),
+) -> list[Claim]:
     """Take a lease on due items of a job: up to `limit`, or one that must be alone.
 
-    Items of paused models are left.
+    Items of paused models are left, and those of paused targets (model.Target.label).
     """
     values = {**asdict(terms), "limit": limit, "paused": list(paused_models)}
+    values["paused_targets"] = list(paused_targets)
     with tx.cursor(row_factory=args_row(Claim)) as cursor:
         return (
             cursor.execute(CLAIM, values).fetchall()
@@ -670,22 +680,23 @@ def position_before(tx: Tx, job_id: str, offset: int) -> int:
 
 
 # A handful of models at most, and the first pending rows tell: no need to read them all.
-MODELS = """
-SELECT DISTINCT model
-  FROM ((SELECT model FROM public.embedding_retry_queue
+NEEDS = """
+SELECT DISTINCT model, target_table || ' ' || embedding_version AS target
+  FROM ((SELECT model, target_table, embedding_version FROM public.embedding_retry_queue
           WHERE job_id = %(job_id)s AND status = 'pending' AND kills = 0
           ORDER BY next_attempt_at LIMIT 100)
         UNION ALL
-        (SELECT model FROM public.embedding_retry_queue
+        (SELECT model, target_table, embedding_version FROM public.embedding_retry_queue
           WHERE job_id = %(job_id)s AND status = 'pending' AND kills > 0
           ORDER BY next_attempt_at LIMIT 100)) AS first
  WHERE model IS NOT NULL
 """
 
 
-def models(tx: Tx, job_id: str) -> set[str]:
-    """Return the models that the first waiting items of a job need."""
-    return {str(row["model"]) for row in tx.execute(MODELS, {"job_id": job_id})}
+def needs(tx: Tx, job_id: str) -> tuple[set[str], set[str]]:
+    """Return the models and the targets (model.Target.label) that a job's first items wait for."""
+    rows = tx.execute(NEEDS, {"job_id": job_id}).fetchall()
+    return {str(row["model"]) for row in rows}, {str(row["target"]) for row in rows}
 
 
 ATTEMPTS = """

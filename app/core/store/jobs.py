@@ -1,6 +1,6 @@
 """Jobs: one row for each accepted POST, its counts, its bells, and answers to repeated requests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -246,10 +246,14 @@ SELECT j.id, j.project,
  WHERE j.finished_at IS NULL AND j.cancelled_at IS NULL AND j.kind = 'embedding'
    AND (EXISTS (SELECT FROM public.embedding_retry_queue q
                  WHERE q.job_id = j.id AND q.status = 'pending' AND q.kills = 0
-                   AND q.next_attempt_at <= now() AND q.model <> ALL(%(paused)s::text[]))
+                   AND q.next_attempt_at <= now() AND q.model <> ALL(%(paused)s::text[])
+                   AND q.target_table || ' ' || q.embedding_version
+                       <> ALL(%(paused_targets)s::text[]))
      OR EXISTS (SELECT FROM public.embedding_retry_queue q
                  WHERE q.job_id = j.id AND q.status = 'pending' AND q.kills > 0
-                   AND q.next_attempt_at <= now() AND q.model <> ALL(%(paused)s::text[])))
+                   AND q.next_attempt_at <= now() AND q.model <> ALL(%(paused)s::text[])
+                   AND q.target_table || ' ' || q.embedding_version
+                       <> ALL(%(paused_targets)s::text[])))
  ORDER BY j.priority DESC, j.created_at
 """
 
@@ -264,9 +268,12 @@ class DueJob:
     holders: int
 
 
-def due(tx: Tx, *, paused_models: list[str]) -> list[DueJob]:
-    """Return the open jobs with due work."""
-    return [DueJob(**row) for row in tx.execute(DUE, {"paused": paused_models})]
+def due(
+    tx: Tx, *, paused_models: Sequence[str], paused_targets: Sequence[str] = ()
+) -> list[DueJob]:
+    """Return the open jobs with due work that neither a paused model nor a paused target holds."""
+    values = {"paused": list(paused_models), "paused_targets": list(paused_targets)}
+    return [DueJob(**row) for row in tx.execute(DUE, values)]
 
 
 COMPLETE = """

@@ -127,10 +127,7 @@ WITH due AS (
       FROM holdfast.item_sinks s
       JOIN holdfast.vectors v ON v.id = s.vector_id
      WHERE s.sink = %(sink)s AND s.status = 'pending' AND s.next_attempt_at <= now()
-       AND (v.target_table, v.embedding_version)
-           NOT IN (SELECT p.target_table, p.embedding_version
-                     FROM unnest(%(paused_tables)s::text[], %(paused_versions)s::text[])
-                          AS p(target_table, embedding_version))
+       AND v.target_table || ' ' || v.embedding_version <> ALL(%(paused)s::text[])
      ORDER BY s.next_attempt_at, s.vector_id
      LIMIT %(limit)s
        FOR UPDATE OF s SKIP LOCKED
@@ -180,20 +177,14 @@ class FollowTerms:
     allowance: int
 
 
-def claim(
-    tx: Tx, terms: FollowTerms, *, limit: int, paused: Sequence[tuple[str, str]]
-) -> list[Due]:
-    """Take due rows of a follower in hand, for a time; those of paused targets are left.
-
-    `paused` are target_table and embedding_version.
-    """
+def claim(tx: Tx, terms: FollowTerms, *, limit: int, paused: Sequence[str]) -> list[Due]:
+    """Take due rows of a follower in hand, for a time; those of paused targets are left."""
     values = {
         "sink": terms.sink,
         "lease_seconds": terms.lease_seconds,
         "allowance": terms.allowance,
         "limit": limit,
-        "paused_tables": [each[0] for each in paused],
-        "paused_versions": [each[1] for each in paused],
+        "paused": list(paused),
     }
     tx.execute(GIVE_UP, values)
     with tx.cursor(row_factory=class_row(Due)) as cursor:
