@@ -42,6 +42,25 @@ WRITE_BYTES = 64 * 2**10
 ECHO_CHARACTERS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request: what is sent, and which statuses besides the successes are an answer to it."""
+
+    method: str
+    path: str
+    content: bytes = b""
+    content_type: str = "application/json"
+    expected: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A status and the JSON object that came with it."""
+
+    status: int
+    body: dict[str, Any]
+
+
 class Http:
     """A backend's base URL, with connections that are kept.
 
@@ -56,7 +75,7 @@ class Http:
         self._secrets = (key, base.username, base.password, *authorization.values())
         self._client = httpx.Client(
             base_url=base.copy_with(username=None, password=None),
-            headers={"Content-Type": "application/json"} | authorization,
+            headers=authorization,
             transport=_Transport(is_tls=base.scheme == "https"),
             trust_env=False,
             follow_redirects=False,
@@ -70,14 +89,25 @@ class Http:
         Raises BackendFault, RequestFault or AnswerFault. Whatever a message repeats of `texts` is
         blanked.
         """
-        content = _encoded(body)
+        call = Call("POST", path, _encoded(body))
+        return self.send(call, seconds=seconds, texts=texts).body
+
+    def send(self, call: Call, *, seconds: float, texts: Sequence[str] = ()) -> Answered:
+        """Send one request of any kind, in the same way.
+
+        A status that is no success and not one of the call's `expected` is raised.
+        """
         ends_at = time.monotonic() + seconds
         timeouts = {"connect": ends_at, "read": ends_at, "write": ends_at, "pool": seconds}
         try:
             with self._client.stream(
-                "POST", path, content=content, extensions={"timeout": timeouts}
+                call.method,
+                call.path,
+                content=call.content,
+                headers={"Content-Type": call.content_type},
+                extensions={"timeout": timeouts},
             ) as response:
-                if not response.is_success:
+                if not response.is_success and response.status_code not in call.expected:
                     raise status_fault(
                         response.status_code,
                         response.headers,
@@ -87,7 +117,7 @@ class Http:
                 answer = _whole(response)
         except _EXCEPTIONS as exc:
             raise exception_fault(exc) from exc
-        return _decoded(answer)
+        return Answered(response.status_code, _decoded(answer))
 
     def close(self) -> None:
         """Close the connections."""

@@ -32,6 +32,7 @@ OF_THE_USER = {
     ("embedding_retry_queue", "text_content"),
     ("job_items", "custom_id"),
     ("job_items", "metadata"),
+    ("vectors", "metadata"),
     ("ai_insights", "body"),
 }
 """Where texts and names belong: nowhere else in Postgres may they be."""
