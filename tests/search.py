@@ -5,10 +5,11 @@ vectors as plain numbers unless `require_alias` forbids it, as the real one does
 """
 
 import re
+import socket
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
@@ -58,6 +59,26 @@ class Scripted:
     """Nothing is answered until the server is closed."""
 
 
+class Held:
+    """A request that is kept back."""
+
+    def __init__(self) -> None:
+        self._is_here, self._may_go = threading.Event(), threading.Event()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has come."""
+        return self._is_here.is_set()
+
+    def wait(self) -> None:
+        self._is_here.set()
+        self._may_go.wait(60)
+
+    def release(self) -> None:
+        """Let it go on."""
+        self._may_go.set()
+
+
 Rule = Callable[[Asked], Scripted | None]
 
 
@@ -69,6 +90,7 @@ class Search:
         self.rules: list[Rule] = []
         self.item_faults: dict[str, deque[tuple[int, str, str]]] = defaultdict(deque)
         """What becomes of a document instead, once each: status, type, reason."""
+        self.held: list[Held] = []
         self.max_bytes = 100 * 2**20
         self.bulks: list[list[str]] = []
         """The ids of each _bulk, in order."""
@@ -77,7 +99,7 @@ class Search:
         self._scrolls: dict[str, Iterator[Json]] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._server: ThreadingHTTPServer | None = None
+        self._server: _Server | None = None
         self._port = 0
         self.accept()
 
@@ -95,7 +117,7 @@ class Search:
     def accept(self) -> None:
         """Listen, on the same port again."""
         handler = type("Bound", (_Handler,), {"search": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), handler)
+        self._server = _Server(("127.0.0.1", self._port), handler)
         self._server.daemon_threads = True
         self._port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
@@ -105,6 +127,7 @@ class Search:
         if self._server:
             self._server.shutdown()
             self._server.server_close()
+            self._server.cut()
             self._server = None
 
     @contextmanager
@@ -125,6 +148,12 @@ class Search:
                 for name, (_, source) in index.documents.items()
             }
 
+    def hold(self) -> "Held":
+        """Keep back the next _bulk: it is neither applied nor answered until it is released."""
+        held = Held()
+        self.held.append(held)
+        return held
+
     def once(self, scripted: Scripted, *, path: str = "/_bulk", times: int = 1) -> None:
         """Answer so the next times that a path has this in it."""
         left = [times]
@@ -140,6 +169,8 @@ class Search:
     # ---- answering
 
     def answer(self, asked: Asked) -> tuple[Scripted | None, Answer]:
+        if self.held and "_bulk" in asked.path:
+            self.held.pop(0).wait()
         with self._lock:
             ruled = next((found for rule in self.rules if (found := rule(asked))), None)
             if ruled and not ruled.applied:
@@ -314,6 +345,23 @@ _ROUTES: tuple[tuple[str, str, Callable[..., Answer]], ...] = (
     ("PUT", r"/([^/_][^/]*)", Search.create),
     ("DELETE", r"/([^/_][^/]*)", Search.delete),
 )
+
+
+class _Server(ThreadingHTTPServer):
+    """One that can end the connections which its clients keep."""
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._open: list[socket.socket] = []
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        self._open.append(request)
+        super().process_request(request, client_address)
+
+    def cut(self) -> None:
+        for each in self._open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
