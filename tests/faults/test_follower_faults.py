@@ -82,7 +82,8 @@ def drive_through_an_outage(stage: Stage, search: Search, *, batches: int, size:
         waiting = stage.one(FOLLOWING)
         struck(waiting >= size * half / 2, f"only {waiting} rows wait for the store")
         incident = wait_for(lambda: open_incident(stage), DRAIN_SECONDS)
-        assert incident and incident["backend"] == "opensearch"
+        assert incident
+        assert incident["backend"] == "opensearch"
         assert incident["items_waiting"] == waiting
         assert "sink_paused:opensearch" in stage.door.get("/readyz").json["degraded"]
         stage.end_fault()
