@@ -80,6 +80,10 @@ class PrimarySink(Protocol):
         """Return the stored vector of each row that has one."""
         ...
 
+    def clear(self, tx: Transaction, target: Target, target_ids: Sequence[str]) -> list[str]:
+        """Remove the vectors of rows; return which had one."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SinkOptions:

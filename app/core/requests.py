@@ -101,6 +101,15 @@ class TargetRequest(BaseModel):
     text_column: Annotated[str, Field(min_length=1, max_length=63, pattern=NO_NUL)] | None = None
 
 
+class Deletion(BaseModel):
+    """The body of DELETE /api/items."""
+
+    model_config = _STRICT
+
+    target_table: Annotated[str, Field(min_length=1, max_length=128, pattern=NO_NUL)]
+    target_ids: Annotated[list[str | int], Field(min_length=1)]
+
+
 class Requeue(BaseModel):
     """The body of a requeue."""
 
@@ -141,6 +150,7 @@ _CODES = {
     "list_type": ("wrong_type", "must be an array"),
     "dict_type": ("wrong_type", "must be an object"),
     "model_type": ("wrong_type", "must be an object"),
+    "too_short": ("too_short", "must not be empty"),
     "string_too_short": ("too_short", "must not be empty"),
     "string_too_long": ("too_long", "is too long"),
     "string_pattern_mismatch": ("wrong_form", "has characters that are not allowed"),
@@ -319,9 +329,22 @@ _Problem = tuple[str, str, str]
 
 def _target(rules: Rules, table: str) -> Target | None:
     target = rules.targets.get((table, rules.options.embedding_version))
-    if target is None or target.client not in (None, rules.client):
-        return None
-    return target
+    return target if target and is_open_to(target, rules.client) else None
+
+
+def is_open_to(target: Target, client: str) -> bool:
+    """Whether a client may write to a target by naming its rows."""
+    return target.client in (None, client)
+
+
+def deletion_faults(asked: Deletion, target: Target) -> list[Fault]:
+    """Name every id that cannot be one of the target's rows."""
+    message = f"is not an id of type {target.id_type} in its plain form"
+    return [
+        Fault("id_invalid", message, "target_ids", index)
+        for index, each in enumerate(map(str, asked.target_ids))
+        if not _is_storable(each) or not is_id(each, target.id_type)
+    ]
 
 
 def _target_problems(rules: Rules, table: str, target: Target | None) -> list[_Problem]:

@@ -1,4 +1,4 @@
-"""POST /api/embeddings, as JSON and as a stream of lines; POST /api/trace/events."""
+"""POST /api/embeddings, as JSON and as a stream of lines; its undoing; POST /api/trace/events."""
 
 import logging
 import re
@@ -8,12 +8,13 @@ from typing import Any, cast
 
 from flask import Blueprint, Response, current_app, g, request
 
-from app.core import status, submission, trace_result
+from app.core import deletion, status, submission, trace_result
 from app.core.context import Context
 from app.core.errors import Fault, InvalidRequest, RequestError, StoreUnavailable, TooManyQueued
 from app.core.ports import PrimarySink, TraceSource
 from app.core.requests import (
     BatchOptions,
+    Deletion,
     EmbeddingBatch,
     Traced,
     TraceRequest,
@@ -140,6 +141,23 @@ def _becomes_final(ctx: Context, submitted: Submitted, seconds: int) -> bool:
     return status.wait_until_final(
         ctx, g.caller, submitted.job_id, seconds=seconds, is_stopping=stopping
     )
+
+
+@blueprint.delete("/api/items")
+@needs("submit")
+def delete_items() -> Response:
+    """Delete the vectors of rows of a target from every sink."""
+    ctx = cast("Context", current_app.extensions["context"])
+    body.only_arguments()
+    body.require_type(JSON)
+    raw = body.read(ctx.settings.max_body_bytes, "max_body_bytes")
+    asked = parse(Deletion, body.parse(raw))
+    most = ctx.settings.max_batch_items
+    if len(asked.target_ids) > most:
+        message = f"{len(asked.target_ids)} ids, the limit is {most}"
+        raise InvalidRequest(message, faults=[Fault("too_many_items", message, "target_ids")])
+    sink = cast("PrimarySink", current_app.extensions["sink"])
+    return body.answer(deletion.delete(ctx, g.caller, sink, asked))
 
 
 # ---- traces -------------------------------------------------------------------------------------

@@ -40,6 +40,12 @@ SELECT {id}::text AS target_id, {vector}::real[] AS vector
   FROM {table}
  WHERE {id} = ANY(%(ids)s::text[]::{id_type}[]) AND {vector} IS NOT NULL
 """
+CLEAR = """
+UPDATE {table}
+   SET {vector} = NULL
+ WHERE {id} = ANY(%(ids)s::text[]::{id_type}[]) AND {vector} IS NOT NULL
+RETURNING {id}::text AS target_id
+"""
 ID_TYPES: Mapping[str, LiteralString] = {
     "bigint": "bigint",
     "integer": "integer",
@@ -113,6 +119,11 @@ class PgVector:
         """Return the stored vector of each row that has one."""
         rows = tx.execute(_composed(READ, target), {"ids": list(target_ids)})
         return {row["target_id"]: row["vector"] for row in rows}
+
+    def clear(self, tx: Transaction, target: Target, target_ids: Sequence[str]) -> list[str]:
+        """Set the vectors of rows to NULL; return which had one."""
+        rows = tx.execute(_composed(CLEAR, target), {"ids": list(target_ids)})
+        return [row["target_id"] for row in rows]
 
     def _write(
         self,

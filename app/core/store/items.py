@@ -530,6 +530,26 @@ def cancel(tx: Tx, job_id: str) -> tuple[int, set[str]]:
     return cancelled, {row["job_id"] for row in rows} - {job_id}
 
 
+WITHDRAW = "SELECT deleted, cancelled FROM holdfast.withdraw(%(table)s, %(ids)s::text[])"
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """How many ids were in the ledger, and how many items were open."""
+
+    deleted: int
+    cancelled: int
+
+
+def withdraw(tx: Tx, target_table: str, target_ids: Sequence[str]) -> Withdrawn:
+    """Stop what is open for these rows, and let their vectors go from every follower.
+
+    What the primary holds is the caller's to clear in the same transaction.
+    """
+    row = tx.execute(WITHDRAW, {"table": target_table, "ids": list(target_ids)}).fetchone()
+    return Withdrawn(**row) if row else Withdrawn(0, 0)
+
+
 OTHER_JOBS = """
 SELECT DISTINCT job_id
   FROM holdfast.job_items
