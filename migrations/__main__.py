@@ -2,6 +2,7 @@
 
 python -m migrations            apply what is missing
 python -m migrations --check    change nothing; exit 1 where something is missing or differs
+python -m migrations --memory   also the table that POST /memory/ingest writes to
 python -m migrations --demo     also the demo's tables and targets
 """
 
@@ -34,7 +35,8 @@ APPLIED = "SELECT name || ' ' || checksum FROM holdfast.schema_migrations ORDER 
 EXISTS = "SELECT to_regclass('holdfast.schema_migrations') IS NOT NULL"
 RECORD = "INSERT INTO holdfast.schema_migrations (name, checksum) VALUES (%(name)s, %(checksum)s)"
 TRY_LOCK = "SELECT pg_try_advisory_lock(%(key)s)"
-DEMO_VALUES = """
+DEMO = ("demo_targets", "demo_trace")
+OPTIONAL_VALUES = """
 SELECT set_config('holdfast.dimension', %(dimension)s, true),
        set_config('holdfast.model', %(model)s, true),
        set_config('holdfast.version', %(version)s, true)
@@ -94,6 +96,7 @@ def migrate(
     database_url: str,
     *,
     demo: bool = False,
+    memory: bool = False,
     dimension: int = 1024,
     model: str = "bge-m3:latest",
     version: str = "bge-m3-latest-1024",
@@ -112,12 +115,11 @@ def migrate(
             with connection.transaction():
                 connection.execute(step.sql)
                 connection.execute(RECORD, {"name": step.name, "checksum": step.checksum})
-        if demo:
-            values = {"dimension": str(dimension), "model": model, "version": version}
+        values = {"dimension": str(dimension), "model": model, "version": version}
+        for name in (*(["memory"] if memory else []), *(DEMO if demo else ())):
             with connection.transaction():
-                connection.execute(DEMO_VALUES, values)
-                connection.execute((HERE / "demo_targets.sql").read_bytes())
-                connection.execute((HERE / "demo_trace.sql").read_bytes())
+                connection.execute(OPTIONAL_VALUES, values)
+                connection.execute((HERE / f"{name}.sql").read_bytes())
         return [step.name for step in missing]
 
 
@@ -139,6 +141,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m migrations", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if behind")
     parser.add_argument("--demo", action="store_true", help="also the demo's tables and targets")
+    parser.add_argument("--memory", action="store_true", help="also what /memory/ingest writes to")
     options = parser.parse_args(arguments)
     try:
         settings = config.load()
@@ -146,12 +149,14 @@ def main(arguments: Sequence[str]) -> int:
             missing = check(settings.database_url)
             print("missing: " + ", ".join(missing) if missing else "up to date")
             return 1 if missing else 0
-        note = index_note(settings.embedding_dim) if options.demo else None
+        has_vectors = options.demo or options.memory
+        note = index_note(settings.embedding_dim) if has_vectors else None
         if note:
             print(note)
         applied = migrate(
             settings.database_url,
             demo=options.demo,
+            memory=options.memory,
             dimension=settings.embedding_dim,
             model=settings.embedding_model,
             version=settings.version_label,

@@ -281,11 +281,11 @@ class Crew:
         servers.write_private(self.home / "env", lines)
 
     def migrate(self, environ: Mapping[str, str], *, demo: bool) -> None:
-        """Bring the database to this version; with `demo` fill in what there is to be traced.
+        """Bring the database to this version; with `demo` add memory and what is to be traced.
 
         Raises StartError with what was said against it.
         """
-        self._run("migrations", environ, "migrations", *(["--demo"] if demo else []))
+        self._run("migrations", environ, "migrations", *(["--demo", "--memory"] if demo else []))
         if demo:
             load = ["load", "--cids", str(DEMO_CIDS), "--keep"]
             self._run("demo-trace", environ, "worker.demo_trace", *load)

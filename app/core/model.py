@@ -30,6 +30,9 @@ FLOAT32_MAX, FLOAT32_MIN = 3.4028234e38, 1.1754944e-38
 EMBEDDINGS = "embeddings"
 """The queue of embedding bells; a project's own is `embeddings-<project>`."""
 
+MEMORY_TARGET = "holdfast.memory_chunks"
+"""The product's own target; its rows are written by ingests and by nobody else."""
+
 EMBEDDING_PREFIX, TRACE_PREFIX = "emb-", "trace-evt-"
 """What the id of a job begins with tells its kind."""
 

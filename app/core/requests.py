@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from app.core.domains import PROFILES, Profile
 from app.core.errors import FAULTS_SHOWN, Fault, InvalidRequest, TooLarge
-from app.core.model import NewItem, Target
+from app.core.model import MEMORY_TARGET, NewItem, Target
 
 METADATA_BYTES = 16384
 METADATA_LEVELS = 100
@@ -61,6 +61,26 @@ class EmbeddingBatch(BatchOptions):
     """The body of POST /api/embeddings as JSON; each item is checked on its own."""
 
     items: list[Any]
+
+
+class MemoryRecord(BaseModel):
+    """One record of a document, of any length: it is split into chunks."""
+
+    model_config = _STRICT
+
+    text: str
+    metadata: dict[str, Any] | None = None
+
+
+class Ingest(BaseModel):
+    """The body of POST /memory/ingest; each record is checked on its own."""
+
+    model_config = _STRICT
+
+    project: Annotated[str, Field(min_length=1, pattern=PROJECT)]
+    source: Annotated[str, Field(min_length=1, max_length=512, pattern=NO_NUL)]
+    ingest_id: Annotated[str, Field(min_length=1, max_length=256, pattern=NO_NUL)]
+    records: list[Any]
 
 
 class TraceParams(BaseModel):
@@ -324,6 +344,19 @@ def check_item(rules: Rules, index: int, value: Any) -> NewItem | list[Fault]:  
     )
 
 
+def check_record(index: int, value: Any, *, max_bytes: int) -> MemoryRecord | list[Fault]:  # noqa: ANN401
+    """Return a record that can be split and stored, or everything that is wrong with it."""
+    try:
+        record = MemoryRecord.model_validate(value)
+    except ValidationError as exc:
+        return faults_of(exc, index=index)
+    problems = [
+        *_text_problems(record.text, _encoded(record.text), max_bytes),
+        *_metadata_problems(record.metadata),
+    ]
+    return [_fault(index, *problem) for problem in problems] or record
+
+
 _Problem = tuple[str, str, str]
 
 
@@ -334,7 +367,7 @@ def _target(rules: Rules, table: str) -> Target | None:
 
 def is_open_to(target: Target, client: str) -> bool:
     """Whether a client may write to a target by naming its rows."""
-    return target.client in (None, client)
+    return target.client in (None, client) and target.target_table != MEMORY_TARGET
 
 
 def deletion_faults(asked: Deletion, target: Target) -> list[Fault]:

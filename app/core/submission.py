@@ -1,8 +1,9 @@
-"""Submitting: a batch from JSON or a stream becomes a committed job; only then is a bell rung."""
+"""Submitting: a batch, a stream or a document becomes a committed job; then a bell is rung."""
 
 import hashlib
 import logging
 import secrets
+import uuid
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import orjson
 
 from app.core import rings, status
+from app.core.chunks import split
 from app.core.context import Context
 from app.core.errors import (
     FAULTS_SHOWN,
@@ -22,11 +24,30 @@ from app.core.errors import (
     StoreUnavailable,
     TooManyQueued,
 )
-from app.core.model import EMBEDDING_PREFIX, TRACE_PREFIX, Caller, Job, NewItem, Rings
-from app.core.requests import BatchOptions, Rules, Traced, check_item, targets_by_name
-from app.core.store import fleet, items, jobs, targets, traces
+from app.core.model import (
+    EMBEDDING_PREFIX,
+    MEMORY_TARGET,
+    TRACE_PREFIX,
+    Caller,
+    Job,
+    NewItem,
+    Rings,
+    Target,
+)
+from app.core.requests import (
+    BatchOptions,
+    Ingest,
+    MemoryRecord,
+    Rules,
+    Traced,
+    check_item,
+    check_record,
+    targets_by_name,
+)
+from app.core.store import fleet, items, jobs, memory, targets, traces
 from app.core.store.database import Tx, take_time
 from app.core.store.jobs import IdempotencyKey, NewJob
+from app.core.store.memory import Chunk, Document
 from app.core.trace import pack_ids, segments
 
 log = logging.getLogger(__name__)
@@ -83,6 +104,8 @@ class _Checked:
     rejected: int = 0
     text_bytes: int = 0
     faults: list[Fault] = field(default_factory=list)
+    more: dict[str, int] = field(default_factory=dict)
+    """What the answer says besides, by name."""
 
     def refuse(self, faults: Sequence[Fault]) -> None:
         self.rejected += 1
@@ -109,6 +132,90 @@ def submit(
             stored = _merge(ctx, connection, caller, incoming, checked, key)
     _announce(ctx, stored)
     return stored.submitted
+
+
+def ingest(
+    ctx: Context, caller: Caller, asked: Ingest, repeat: RepeatKey | None = None
+) -> Submitted:
+    """Split a document into chunks, store them with what is to be embedded of them, and ring.
+
+    Chunks that have not changed are duplicates, those that are gone are removed from every sink.
+    Raises what `submit` raises.
+    """
+    document = Document(caller.client, asked.project, asked.source, asked.ingest_id)
+    chunks = _chunks(ctx, document, asked.records)
+    options = BatchOptions(project=asked.project)
+    with ctx.database.session() as connection, _held_key(connection, caller, repeat):
+        target = _memory_target(connection)
+        checked = _Checked()
+        items.begin_batch(connection)
+        items.copy_in(connection, _chunk_items(target, chunks, checked))
+        memory.copy_in(connection, chunks)
+        key = _full_key(caller, repeat)
+        if key:
+            earlier = _earlier(connection, key)
+            if earlier:
+                return earlier
+        with connection.transaction():
+            gone = memory.replace(connection, document)
+            items.withdraw(connection, MEMORY_TARGET, gone)
+            checked.more = {"chunks": len(chunks), "removed": len(gone)}
+            stored = _merge(ctx, connection, caller, Incoming(options, ()), checked, key)
+    _announce(ctx, stored)
+    return stored.submitted
+
+
+def _memory_target(connection: Tx) -> Target:
+    named = targets_by_name(targets.registered(connection))
+    target = named.get((MEMORY_TARGET, None))
+    if target is None:
+        message = "there is no memory in this database yet; run python -m migrations --memory"
+        raise InvalidRequest(message, faults=[Fault("target_unknown", message)])
+    return target
+
+
+def _chunks(ctx: Context, document: Document, records: Sequence[Any]) -> list[Chunk]:
+    most = ctx.settings.max_batch_items
+    if len(records) > most:
+        message = f"{len(records)} records, the limit is {most}"
+        raise InvalidRequest(message, faults=[Fault("too_many_items", message, "records")])
+    checked = _Checked(sent=len(records))
+    found: list[Chunk] = []
+    for index, value in enumerate(records):
+        record = check_record(index, value, max_bytes=ctx.settings.max_body_bytes)
+        if isinstance(record, MemoryRecord):
+            for number, text in enumerate(split(record.text)):
+                chunk_id = _chunk_id(document, index, number)
+                found.append(Chunk(chunk_id, index, number, text, record.metadata))
+        else:
+            checked.refuse(record)
+    if checked.rejected:
+        message = f"{checked.rejected} of {len(records)} records are invalid; nothing was stored"
+        raise InvalidRequest(message, faults=checked.faults)
+    return found
+
+
+def _chunk_id(document: Document, record: int, number: int) -> str:
+    named = orjson.dumps([*asdict(document).values(), record, number])
+    return str(uuid.UUID(bytes=hashlib.sha256(named).digest()[:16]))
+
+
+def _chunk_items(target: Target, chunks: Sequence[Chunk], checked: _Checked) -> Iterator[NewItem]:
+    for position, chunk in enumerate(chunks):
+        encoded = chunk.text.encode()
+        checked.sent += 1
+        checked.text_bytes += len(encoded)
+        yield NewItem(
+            position=position,
+            target_table=target.target_table,
+            target_id=chunk.id,
+            embedding_version=target.embedding_version,
+            model=target.model,
+            text=chunk.text,
+            content_hash=hashlib.sha256(encoded).digest(),
+            custom_id=f"{chunk.record}/{chunk.number}",
+            metadata=chunk.metadata,
+        )
 
 
 def submit_trace(
@@ -319,6 +426,7 @@ def _answer(ctx: Context, tx: Tx, job: Job, checked: _Checked, accepted: int) ->
             "rejected": checked.rejected,
             "errors": [shown(fault) for fault in checked.faults],
             "estimated_seconds": seconds["p50"] if seconds else None,
+            **checked.more,
         }
     )
 

@@ -1,4 +1,4 @@
-"""POST /api/embeddings, as JSON and as a stream of lines; its undoing; POST /api/trace/events."""
+"""POST of work: batches as JSON and as lines, documents, traces; and DELETE of what was stored."""
 
 import logging
 import re
@@ -16,6 +16,7 @@ from app.core.requests import (
     BatchOptions,
     Deletion,
     EmbeddingBatch,
+    Ingest,
     Traced,
     TraceRequest,
     check_trace,
@@ -46,7 +47,11 @@ def embeddings() -> Response:
     """Accept a batch: 202 with the job, or 200 with its result where `Prefer: wait` allowed it."""
     ctx = cast("Context", current_app.extensions["context"])
     is_stream = body.require_type(JSON, LINES) == LINES
-    submitted = _stream(ctx) if is_stream else _batch(ctx)
+    return _answered(ctx, _stream(ctx) if is_stream else _batch(ctx))
+
+
+def _answered(ctx: Context, submitted: Submitted) -> Response:
+    """Answer with the result where the job became final in the time that the caller would wait."""
     try:
         return _waited(ctx, submitted) or _accepted(submitted)
     except StoreUnavailable as exc:
@@ -141,6 +146,19 @@ def _becomes_final(ctx: Context, submitted: Submitted, seconds: int) -> bool:
     return status.wait_until_final(
         ctx, g.caller, submitted.job_id, seconds=seconds, is_stopping=stopping
     )
+
+
+@blueprint.post("/memory/ingest")
+@needs("submit")
+def ingest() -> Response:
+    """Accept a document in records: 202 with the job of its chunks, as for a batch."""
+    ctx = cast("Context", current_app.extensions["context"])
+    body.only_arguments()
+    body.require_type(JSON)
+    raw = body.read(ctx.settings.max_body_bytes, "max_body_bytes")
+    asked = parse(Ingest, body.parse(raw))
+    submitted = submission.ingest(ctx, g.caller, asked, _repeat_key(lambda: _fingerprint(raw)))
+    return _answered(ctx, submitted)
 
 
 @blueprint.delete("/api/items")
