@@ -4,7 +4,8 @@
 -- Locks: holdfast.embedding_targets for a moment. The ledger is filled from the items that are done:
 -- about ten seconds a million, beside which workers go on. Old code: may go on beside this, but
 -- what it stores is not written down; repair finds and records it.
--- Undo: DROP VIEW holdfast.current_targets; DROP TABLE holdfast.item_sinks, holdfast.vectors;
+-- Undo: DROP VIEW holdfast.current_targets; DROP TABLE holdfast.item_sinks, holdfast.vectors,
+-- holdfast.coverage;
 -- ALTER TABLE holdfast.embedding_targets DROP COLUMN text_column.
 
 -- Where the text of a row can be read again: to embed it in another version, and to find out that
@@ -33,11 +34,14 @@ CREATE TABLE holdfast.vectors (
     -- writes a further sink late is told from who writes what is newest.
     version            bigint NOT NULL DEFAULT nextval('holdfast.lease_tokens'),
     stored_at          timestamptz NOT NULL DEFAULT now(),
-    -- The vector is to go from every sink; the row goes when it is gone from all.
+    -- The vector is to go from every sink; the row goes when it is gone from all, but for one that
+    -- says why a row of the table has no vector: somebody wanted it so.
     deleted_at         timestamptz,
+    is_wanted_empty    boolean NOT NULL DEFAULT false,
     CONSTRAINT vectors_key UNIQUE (target_table, target_id, embedding_version)
 ) WITH (fillfactor = 85, autovacuum_vacuum_scale_factor = 0.05);
-CREATE INDEX vectors_deleted ON holdfast.vectors (deleted_at) WHERE deleted_at IS NOT NULL;
+CREATE INDEX vectors_deleted ON holdfast.vectors (deleted_at)
+ WHERE deleted_at IS NOT NULL AND NOT is_wanted_empty;
 
 CREATE TABLE holdfast.item_sinks (
     vector_id        bigint NOT NULL REFERENCES holdfast.vectors (id) ON DELETE CASCADE,
@@ -60,6 +64,18 @@ CREATE TABLE holdfast.item_sinks (
 CREATE INDEX item_sinks_due ON holdfast.item_sinks (sink, next_attempt_at, vector_id)
  WHERE status = 'pending';
 CREATE INDEX item_sinks_failed ON holdfast.item_sinks (sink, error_class) WHERE status = 'failed';
+
+-- What share of each target's rows has the vector of its text, as last measured, by sink.
+CREATE TABLE holdfast.coverage (
+    target_table       text NOT NULL,
+    embedding_version  text NOT NULL,
+    sink               text NOT NULL,
+    measured_at        timestamptz NOT NULL DEFAULT now(),
+    seconds            double precision NOT NULL,
+    -- How many rows or documents are of which kind.
+    kinds              jsonb NOT NULL,
+    PRIMARY KEY (target_table, embedding_version, sink)
+);
 
 INSERT INTO holdfast.vectors
        (target_table, target_id, embedding_version, model, content_hash, stored_at)

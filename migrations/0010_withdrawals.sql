@@ -1,7 +1,7 @@
 -- Deletion: the vectors of a row go from every sink, and what was still to be embedded for it stops.
 --
 -- Locks: embedding_retry_queue for a moment, for its triggers. Old code: may go on beside this.
--- Undo: DROP FUNCTION public.delete_embedding(text, text); DROP FUNCTION holdfast.withdraw(text, text[]);
+-- Undo: DROP FUNCTION public.delete_embedding(text, text); DROP FUNCTION holdfast.withdraw;
 -- DROP TRIGGER freeze_withdrawn ON public.embedding_retry_queue; count_changes() as in 0002.
 
 -- As in 0002, and a done item whose vector was deleted moves from `done` to `skipped`.
@@ -57,9 +57,10 @@ CREATE TRIGGER freeze_withdrawn AFTER UPDATE ON public.embedding_retry_queue
 
 -- In every version: open items are cancelled, so that a worker's lease is lost; done ones are no
 -- duplicate of a later batch any more; failed ones hold nothing and are left. The followers are
--- told. The vector in the table itself is the caller's to clear, in the same transaction.
-CREATE FUNCTION holdfast.withdraw(the_table text, the_ids text[], OUT deleted bigint,
-                                  OUT cancelled bigint)
+-- told. The vector in the table itself is the caller's to clear, in the same transaction;
+-- `keeps_rows`: the row may stay without one, and that is no fault.
+CREATE FUNCTION holdfast.withdraw(the_table text, the_ids text[], keeps_rows boolean,
+                                  OUT deleted bigint, OUT cancelled bigint)
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     PERFORM FROM public.embedding_retry_queue q
@@ -85,7 +86,8 @@ BEGIN
            FOR UPDATE
     ), removed AS (
         UPDATE holdfast.vectors v
-           SET deleted_at = now(), version = nextval('holdfast.lease_tokens')
+           SET deleted_at = now(), version = nextval('holdfast.lease_tokens'),
+               is_wanted_empty = keeps_rows
           FROM gone
          WHERE v.id = gone.id
         RETURNING v.id, v.version, v.target_id
@@ -127,7 +129,8 @@ BEGIN
         END IF;
     END LOOP;
     SELECT w.deleted INTO found
-      FROM holdfast.withdraw(delete_embedding.target_table, ARRAY[delete_embedding.target_id]) w;
+      FROM holdfast.withdraw(delete_embedding.target_table,
+                                ARRAY[delete_embedding.target_id], true) w;
     FOR target IN SELECT t.* FROM holdfast.embedding_targets t
                    WHERE t.target_table = delete_embedding.target_table LOOP
         EXECUTE format('UPDATE %I.%I SET %I = NULL WHERE %I = $1::%s AND %3$I IS NOT NULL',
@@ -138,4 +141,4 @@ BEGIN
     RETURN found > 0;
 END $$;
 REVOKE ALL ON FUNCTION public.delete_embedding(text, text) FROM PUBLIC;
-REVOKE ALL ON FUNCTION holdfast.withdraw(text, text[]) FROM PUBLIC;
+REVOKE ALL ON FUNCTION holdfast.withdraw(text, text[], boolean) FROM PUBLIC;

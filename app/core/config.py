@@ -112,6 +112,12 @@ class Settings:
         True, "Off: `worker run` and `worker sweep` leave at once with exit code 0."
     )
     sweep_seconds: float = setting(15.0, "Seconds between two sweeps.", least=0.05, most=3600)
+    coverage_seconds: float = setting(
+        3600.0,
+        "Seconds between two surveys of how much of each target has its vector.",
+        least=0.05,
+        most=604800,
+    )
     job_result_ttl_seconds: int = setting(
         86400, "Seconds that a finished embedding job's result can be read.", least=1, most=31536000
     )

@@ -26,7 +26,7 @@ def delete(ctx: Context, caller: Caller, sink: PrimarySink, asked: Deletion) -> 
         versions = _versions(tx, caller, asked)
         ids = [str(each) for each in asked.target_ids]
         take_time(tx)
-        withdrawn = items.withdraw(tx, asked.target_table, ids)
+        withdrawn = items.withdraw(tx, asked.target_table, ids, keeps_rows=True)
         cleared = {each for target in versions for each in sink.clear(tx, target, ids)}
     deleted = max(len(cleared), withdrawn.deleted)
     facts = {"event": "items_deleted", "client": caller.client, "items": deleted}

@@ -84,6 +84,17 @@ class PrimarySink(Protocol):
         """Remove the vectors of rows; return which had one."""
         ...
 
+    def survey(self, tx: Transaction, target: Target) -> dict[str, int]:
+        """Compare the rows with the ledger and the queue; return how many are of which kind.
+
+        All but those that are current are named in the session's temporary table `differences`.
+        """
+        ...
+
+    def texts(self, tx: Transaction, target: Target, target_ids: Sequence[str]) -> dict[str, str]:
+        """Return the present text of each row, where the target says in which column it is."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SinkOptions:

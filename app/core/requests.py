@@ -302,6 +302,7 @@ class Rules:
     client: str
     max_text_bytes: int
     is_stream: bool = False
+    is_by_operator: bool = False
 
 
 def targets_by_name(registered: Sequence[Target]) -> dict[tuple[str, str | None], Target]:
@@ -362,7 +363,9 @@ _Problem = tuple[str, str, str]
 
 def _target(rules: Rules, table: str) -> Target | None:
     target = rules.targets.get((table, rules.options.embedding_version))
-    return target if target and is_open_to(target, rules.client) else None
+    if target and (rules.is_by_operator or is_open_to(target, rules.client)):
+        return target
+    return None
 
 
 def is_open_to(target: Target, client: str) -> bool:

@@ -79,6 +79,8 @@ class Incoming:
     """Each item as decoded JSON, or the Fault that kept its line from being decoded."""
     skip_invalid: bool = False
     is_stream: bool = False
+    is_by_operator: bool = False
+    """Whether every target is open to it: a repair, a new version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ def ingest(
                 return earlier
         with connection.transaction():
             gone = memory.replace(connection, document)
-            items.withdraw(connection, MEMORY_TARGET, gone)
+            items.withdraw(connection, MEMORY_TARGET, gone, keeps_rows=False)
             checked.more = {"chunks": len(chunks), "removed": len(gone)}
             stored = _merge(ctx, connection, caller, Incoming(options, ()), checked, key)
     _announce(ctx, stored)
@@ -263,6 +265,7 @@ def _collect(ctx: Context, connection: Tx, caller: Caller, incoming: Incoming) -
         client=caller.client,
         max_text_bytes=ctx.settings.max_text_bytes,
         is_stream=incoming.is_stream,
+        is_by_operator=incoming.is_by_operator,
     )
     items.begin_batch(connection)
     good = _good_items(rules, incoming.values, checked)
@@ -471,6 +474,11 @@ def _earlier(connection: Tx, key: IdempotencyKey) -> Submitted | None:
 def fingerprint_of(path: str, query: bytes, body: bytes) -> bytes:
     """Return the SHA-256 over path, query and body of a request."""
     return begin_fingerprint(path, query, body).digest()
+
+
+def hash_of(text: str) -> str:
+    """Return the SHA-256 of a text in hex, as the ledger and the followers have it."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def begin_fingerprint(path: str, query: bytes, body: bytes = b"") -> Fingerprint:

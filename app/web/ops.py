@@ -4,7 +4,7 @@ from typing import cast
 
 from flask import Blueprint, Response, current_app, g, request
 
-from app.core import checks
+from app.core import checks, coverage
 from app.core.context import Context
 from app.core.requests import CID_CHARACTERS, ID_CHARACTERS, METADATA_BYTES, METADATA_LEVELS
 from app.core.trace import SYNC_BYTES
@@ -48,6 +48,14 @@ def incidents() -> Response:
     limit = cast("int", body.integer("limit", default=50, least=1, most=INCIDENTS_PAGE))
     cursor = request.args.get("cursor")
     return body.answer(checks.incidents(_ctx(), g.caller, cursor=cursor, limit=limit))
+
+
+@blueprint.get("/api/coverage")
+@needs("read")
+def covered() -> Response:
+    """Answer per target, version and sink what share holds the vector of the current text."""
+    body.only_arguments()
+    return body.answer({"coverage": coverage.shown(_ctx(), g.caller)})
 
 
 @blueprint.get("/api/limits")

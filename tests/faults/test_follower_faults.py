@@ -189,6 +189,54 @@ def test_v26_to_v28_one_is_refused_two_are_busy_and_the_index_vanishes(
     stage.check()
 
 
+def command(stage: Stage, *words: str) -> tuple[int, str]:
+    """Run an operator's command to its end."""
+    running = stage.start_process("worker", *words)
+    return running.wait(), running.said
+
+
+@pytest.mark.slow
+def test_what_was_done_behind_its_back_is_found_and_repaired_by_the_operator_s_commands(
+    followed_stage: Stage, search: Search
+) -> None:
+    stage = followed_stage
+    stage.rows("UPDATE holdfast.embedding_targets SET text_column = 'body'")
+    stage.start_sweeper()
+    stage.start_worker()
+    stage.post(*numbered(600))
+    body = "UPDATE ai_insights SET body = q.text_content FROM embedding_retry_queue q"
+    stage.rows(f"{body} WHERE q.target_id = ai_insights.id::text")
+    stage.wait_until_final()
+    wait_until_followed(stage)
+    [index] = search.indexes.values()
+    stage.rows("DELETE FROM ai_insights WHERE id <= 50")
+    for number in range(101, 151):
+        del index.documents[str(number)]
+    for number in range(9001, 9021):
+        index.documents[str(number)] = (1, {"target_id": str(number), "content_hash": "0"})
+    stage.rows("UPDATE ai_insights SET body = 'changed ' || body WHERE id BETWEEN 201 AND 230")
+    sent = sum(call.items for call in stage.fake.calls)
+
+    status, verified = command(stage, "verify", "ai_insights")
+    assert status == 1, verified
+    for line in ("520 current", "50 gone", "30 stale", "550 current", "50 missing", "20 orphan"):
+        assert line in verified, verified
+    status, repaired = command(stage, "repair", "ai_insights")
+    assert status == 0, repaired
+    changed = "SELECT count(*) FROM holdfast.jobs WHERE client = 'repair' AND finished_at IS NULL"
+    wait_for(lambda: not stage.one(changed) and not stage.one(FOLLOWING), DRAIN_SECONDS)
+    status, after = command(stage, "verify", "ai_insights")
+
+    embedded = sum(call.items for call in stage.fake.calls) - sent
+    for name, value in (("verify", verified), ("repair", repaired), ("after", after)):
+        stage.record(name, value.splitlines())
+    stage.record("texts_embedded", embedded)
+    assert (status, embedded) == (0, 30), after
+    assert after.count("550 current") == 2
+    assert len(search.documents()) == 550
+    assert search.documents()["201"]["text"] == "changed text 200"
+
+
 def test_lancedb_follows_in_a_real_sweeper(
     environ: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -20,6 +20,7 @@ from app.core.store.database import Tx, translated
 from worker.runtime import open_followers
 from worker.sweep import cleanup, leases, rings, unowned
 from worker.sweep.followers import Following
+from worker.sweep.surveys import Surveys
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +43,20 @@ def run(settings: Settings) -> int:
     """Sweep until SIGTERM or SIGINT; two sweepers are harmless, one of them waits."""
     sinks = open_followers(settings)
     ctx = open_context(
-        settings, application="holdfast sweeper", most_connections=3 + 2 * len(sinks)
+        settings, application="holdfast sweeper", most_connections=4 + 2 * len(sinks)
     )
     following = Following(ctx, find("sinks", settings.primary_sink)(), sinks)
     sweeper = Sweeper(ctx, following.counts)
+    surveys = Surveys(ctx, find("sinks", settings.primary_sink)(), sweeper.leads)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, sweeper.stop)
     log.info("Sweeper starting", extra={"event": "worker_start", "worker": sweeper.name})
     following.start()
+    surveys.start()
     try:
         sweeper.run()
     finally:
+        surveys.stop()
         following.stop()
         ctx.close()
     log.info("Sweeper stopped", extra={"event": "worker_stop", "worker": sweeper.name})
@@ -69,6 +73,8 @@ class Sweeper:
         self.name = f"{host}-sweeper-{secrets.token_hex(4)}"
         self._process = fleet.Process(self.name, "sweeper", "", host, os.getpid())
         self._stop = Event()
+        self.leads = Event()
+        """Set while this is the one that works."""
         self._cleaned_at: float | None = None
         self._counts: Counter[str] = Counter()
         self._is_lost = False
@@ -96,13 +102,15 @@ class Sweeper:
             if self._is_lost:
                 self._is_lost = False
                 log.info("Postgres answers again", extra={"event": "postgres_back"})
-            if self._leads(connection):
+            if self._is_leader(connection):
+                self.leads.set()
                 self.tick()
                 self._rest(connection)
             else:
+                self.leads.clear()
                 self._stop.wait(min(STANDBY_SECONDS, self._ctx.settings.sweep_seconds))
 
-    def _leads(self, connection: Tx) -> bool:
+    def _is_leader(self, connection: Tx) -> bool:
         # A leader that hangs keeps its lock, but not its heartbeat.
         return fleet.try_lead(connection) or fleet.alive(connection).sweepers < 2  # noqa: PLR2004 - this one
 

@@ -46,6 +46,41 @@ UPDATE {table}
  WHERE {id} = ANY(%(ids)s::text[]::{id_type}[]) AND {vector} IS NOT NULL
 RETURNING {id}::text AS target_id
 """
+# One pass over the rows and one over the ledger. Open work explains what it is about to change.
+SURVEY = """
+WITH seen AS MATERIALIZED (
+    SELECT t.{id}::text AS id,
+           CASE WHEN q.status IN ('pending', 'processing') THEN 'queued'
+                WHEN q.status = 'failed' THEN 'failed'
+                WHEN t.{vector} IS NULL AND v.is_wanted_empty THEN 'deleted'
+                WHEN t.{vector} IS NULL THEN 'missing'
+                WHEN v.id IS NULL OR v.deleted_at IS NOT NULL THEN 'unrecorded'
+                WHEN vector_dims(t.{vector}) <> %(dimension)s THEN 'wrong_dimension'
+                WHEN sha256(convert_to({text}, 'UTF8')) <> v.content_hash THEN 'stale'
+                ELSE 'current' END AS kind
+      FROM {table} t
+      LEFT JOIN holdfast.vectors v
+        ON v.target_table = %(target)s AND v.embedding_version = %(version)s
+       AND v.target_id = t.{id}::text
+      LEFT JOIN public.embedding_retry_queue q
+        ON q.target_table = %(target)s AND q.embedding_version = %(version)s
+       AND q.target_id = t.{id}::text
+     UNION ALL
+    SELECT v.target_id, 'gone'
+      FROM holdfast.vectors v
+     WHERE v.target_table = %(target)s AND v.embedding_version = %(version)s
+       AND v.deleted_at IS NULL
+       AND NOT EXISTS (SELECT FROM {table} t WHERE t.{id} = v.target_id::{id_type})
+), named AS (
+    INSERT INTO pg_temp.differences (kind, id) SELECT kind, id FROM seen WHERE kind <> 'current'
+)
+SELECT kind, count(*) AS rows FROM seen GROUP BY kind
+"""
+TEXTS = """
+SELECT {id}::text AS target_id, {text} AS text
+  FROM {table} AS t
+ WHERE {id} = ANY(%(ids)s::text[]::{id_type}[]) AND {text} IS NOT NULL
+"""
 ID_TYPES: Mapping[str, LiteralString] = {
     "bigint": "bigint",
     "integer": "integer",
@@ -125,6 +160,25 @@ class PgVector:
         rows = tx.execute(_composed(CLEAR, target), {"ids": list(target_ids)})
         return [row["target_id"] for row in rows]
 
+    def survey(self, tx: Transaction, target: Target) -> dict[str, int]:
+        """Compare the rows with the ledger and the queue; return how many are of which kind."""
+        connection = cast("psycopg.Connection[dict[str, Any]]", tx)
+        _register(connection)
+        values = {
+            "target": target.target_table,
+            "version": target.embedding_version,
+            "dimension": target.dimension,
+        }
+        rows = connection.execute(_composed(SURVEY, target), values)
+        return {row["kind"]: row["rows"] for row in rows}
+
+    def texts(self, tx: Transaction, target: Target, target_ids: Sequence[str]) -> dict[str, str]:
+        """Return the present text of each row, where the target says in which column it is."""
+        if target.text_column is None:
+            return {}
+        rows = tx.execute(_composed(TEXTS, target), {"ids": list(target_ids)})
+        return {row["target_id"]: row["text"] for row in rows}
+
     def _write(
         self,
         connection: "psycopg.Connection[dict[str, Any]]",
@@ -178,7 +232,15 @@ def _composed(statement: LiteralString, target: Target) -> sql.Composed:
         id=_identifier(target.id_column),
         vector=_identifier(target.vector_column),
         id_type=sql.SQL(ID_TYPES[target.id_type]),
+        text=_text(target),
     )
+
+
+def _text(target: Target) -> sql.Composable:
+    # Compared with NULL nothing is stale: where no column is known no text can be read.
+    if target.text_column is None:
+        return sql.SQL("NULL::text")
+    return sql.SQL("t.") + _identifier(target.text_column)
 
 
 def _identifier(*names: str) -> sql.Identifier:

@@ -24,6 +24,7 @@ from app.core.model import (
     Retry,
     Settlement,
     Skipped,
+    Target,
 )
 from app.core.store.database import Tx, take_time
 
@@ -530,7 +531,10 @@ def cancel(tx: Tx, job_id: str) -> tuple[int, set[str]]:
     return cancelled, {row["job_id"] for row in rows} - {job_id}
 
 
-WITHDRAW = "SELECT deleted, cancelled FROM holdfast.withdraw(%(table)s, %(ids)s::text[])"
+WITHDRAW = """
+SELECT deleted, cancelled
+  FROM holdfast.withdraw(%(table)s, %(ids)s::text[], %(keeps_rows)s)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -541,13 +545,62 @@ class Withdrawn:
     cancelled: int
 
 
-def withdraw(tx: Tx, target_table: str, target_ids: Sequence[str]) -> Withdrawn:
+def withdraw(
+    tx: Tx, target_table: str, target_ids: Sequence[str], *, keeps_rows: bool
+) -> Withdrawn:
     """Stop what is open for these rows, and let their vectors go from every follower.
 
-    What the primary holds is the caller's to clear in the same transaction.
+    What the primary holds is the caller's to clear in the same transaction. `keeps_rows`: the rows
+    may stay without a vector, and that is no fault.
     """
-    row = tx.execute(WITHDRAW, {"table": target_table, "ids": list(target_ids)}).fetchone()
+    values = {"table": target_table, "ids": list(target_ids), "keeps_rows": keeps_rows}
+    row = tx.execute(WITHDRAW, values).fetchone()
     return Withdrawn(**row) if row else Withdrawn(0, 0)
+
+
+TEXTS = """
+SELECT target_id, text_content
+  FROM public.embedding_retry_queue
+ WHERE target_table = %(target)s AND embedding_version = %(version)s
+   AND target_id = ANY(%(ids)s::text[])
+"""
+
+
+def texts(tx: Tx, target: Target, target_ids: Sequence[str]) -> dict[str, str]:
+    """Return the last text that came for each row, as far as the queue still has it."""
+    values = {
+        "target": target.target_table,
+        "version": target.embedding_version,
+        "ids": list(target_ids),
+    }
+    return {str(row["target_id"]): str(row["text_content"]) for row in tx.execute(TEXTS, values)}
+
+
+# Its text is no duplicate any more when it comes again.
+NOTE_LOST = """
+WITH lost AS (
+    SELECT id
+      FROM public.embedding_retry_queue
+     WHERE target_table = %(target)s AND embedding_version = %(version)s
+       AND target_id = ANY(%(ids)s::text[]) AND status = 'done' AND skip_reason IS NULL
+     ORDER BY target_table, target_id, embedding_version
+       FOR UPDATE
+)
+UPDATE public.embedding_retry_queue q
+   SET skip_reason = 'vector_lost', updated_at = now()
+  FROM lost
+ WHERE q.id = lost.id
+"""
+
+
+def note_lost(tx: Tx, target: Target, target_ids: Sequence[str]) -> int:
+    """Say of done items that what they stored is not there any more; return how many."""
+    values = {
+        "target": target.target_table,
+        "version": target.embedding_version,
+        "ids": list(target_ids),
+    }
+    return tx.execute(NOTE_LOST, values).rowcount
 
 
 OTHER_JOBS = """

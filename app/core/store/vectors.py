@@ -5,14 +5,16 @@ A vector is written down in the transaction that stores it. A follower's row say
 transaction. Locks: items before vectors, both by key; who settles a follower's rows waits for none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from psycopg.rows import class_row
+from psycopg.types.json import Jsonb
 
 from app.core.errors import WorkError
-from app.core.model import Done, Settlement, Skipped
+from app.core.model import Done, Settlement, Skipped, Target
+from app.core.ports import HeldDocument
 from app.core.store.database import Tx
 
 # `updated_at = now()`: only what this transaction has settled itself.
@@ -33,7 +35,8 @@ WITH stored AS (
         ON CONFLICT ON CONSTRAINT vectors_key DO UPDATE
        SET model = excluded.model, model_digest = excluded.model_digest,
            content_hash = excluded.content_hash, metadata = excluded.metadata,
-           version = excluded.version, stored_at = now(), deleted_at = NULL
+           version = excluded.version, stored_at = now(), deleted_at = NULL,
+           is_wanted_empty = false
     RETURNING v.id, v.version
 )
 INSERT INTO holdfast.item_sinks AS s (vector_id, sink, version_wanted)
@@ -329,7 +332,7 @@ PRUNE = """
 WITH gone AS (
     SELECT v.id
       FROM holdfast.vectors v
-     WHERE v.deleted_at IS NOT NULL
+     WHERE v.deleted_at IS NOT NULL AND NOT v.is_wanted_empty
        AND NOT EXISTS (SELECT FROM holdfast.item_sinks s
                         WHERE s.vector_id = v.id AND s.sink = ANY(%(followers)s::text[])
                           AND s.status <> 'done')
@@ -354,3 +357,249 @@ def try_follow(connection: Tx, sink: str) -> bool:
     """Become the one writer of a follower, as long as this connection lives."""
     row = connection.execute(TRY_FOLLOW, {"key": FOLLOW_LOCK, "sink": sink}).fetchone()
     return bool(row and row["won"])
+
+
+# ---- what the stores really hold ---------------------------------------------------------------
+
+BEGIN_SURVEY = """
+CREATE TEMPORARY TABLE IF NOT EXISTS differences (kind text, id text)
+"""
+BEGIN_HELD = """
+CREATE TEMPORARY TABLE IF NOT EXISTS held_documents (
+    target_id text, version bigint, content_hash text, dimension integer
+)
+"""
+EMPTY_SURVEY = "TRUNCATE pg_temp.differences"
+EMPTY_HELD = "TRUNCATE pg_temp.held_documents"
+COPY_HELD = """
+COPY pg_temp.held_documents (target_id, version, content_hash, dimension) FROM STDIN
+"""
+# A document twice is compared by its newest version.
+SURVEY_HELD = """
+WITH held AS (
+    SELECT DISTINCT ON (target_id) target_id, version, content_hash, dimension
+      FROM pg_temp.held_documents
+     ORDER BY target_id, version DESC
+), ledger AS (
+    SELECT v.id, v.target_id, v.version, encode(v.content_hash, 'hex') AS content_hash,
+           v.deleted_at IS NOT NULL AS is_deleted, s.status
+      FROM holdfast.vectors v
+      LEFT JOIN holdfast.item_sinks s ON s.vector_id = v.id AND s.sink = %(sink)s
+     WHERE v.target_table = %(target)s AND v.embedding_version = %(version)s
+), seen AS MATERIALIZED (
+    SELECT coalesce(l.target_id, h.target_id) AS id,
+           CASE WHEN l.status = 'pending' THEN 'queued'
+                WHEN l.id IS NULL OR l.is_deleted THEN 'orphan'
+                WHEN l.status = 'failed' THEN 'failed'
+                WHEN h.target_id IS NULL THEN 'missing'
+                WHEN h.version <> l.version OR h.content_hash <> l.content_hash THEN 'stale'
+                WHEN h.dimension NOT IN (0, %(dimension)s) THEN 'wrong_dimension'
+                ELSE 'current' END AS kind
+      FROM ledger l FULL JOIN held h ON h.target_id = l.target_id
+     WHERE h.target_id IS NOT NULL OR NOT l.is_deleted
+), named AS (
+    INSERT INTO pg_temp.differences (kind, id) SELECT kind, id FROM seen WHERE kind <> 'current'
+)
+SELECT kind, count(*) AS rows FROM seen GROUP BY kind
+"""
+
+
+def begin_survey(tx: Tx) -> None:
+    """Make ready the temporary table that a survey names its differences in."""
+    tx.execute(BEGIN_SURVEY)
+    tx.execute(EMPTY_SURVEY)
+
+
+def begin_held(tx: Tx) -> None:
+    """Make ready the temporary table of what a follower says that it holds."""
+    tx.execute(BEGIN_HELD)
+    tx.execute(EMPTY_HELD)
+
+
+def note_held(tx: Tx, held: Sequence[HeldDocument]) -> None:
+    """Add documents to it."""
+    with tx.cursor() as cursor, cursor.copy(COPY_HELD) as copy:
+        for each in held:
+            copy.write_row((each.target_id, each.version, each.content_hash, each.dimension))
+
+
+def survey_held(tx: Tx, target: Target, sink: str) -> dict[str, int]:
+    """Compare it with the ledger, as PrimarySink.survey does with the rows."""
+    values = {
+        "sink": sink,
+        "target": target.target_table,
+        "version": target.embedding_version,
+        "dimension": target.dimension,
+    }
+    return {str(row["kind"]): int(row["rows"]) for row in tx.execute(SURVEY_HELD, values)}
+
+
+DIFFERENCES = """
+SELECT id FROM pg_temp.differences
+ WHERE kind = %(kind)s AND id > %(after)s
+ ORDER BY id LIMIT %(limit)s
+"""
+
+
+def differences(tx: Tx, kind: str, *, after: str, limit: int) -> list[str]:
+    """Return target_ids of one kind that the last survey of this session found, in order."""
+    values = {"kind": kind, "after": after, "limit": limit}
+    return [str(row["id"]) for row in tx.execute(DIFFERENCES, values)]
+
+
+# A store that claims a version of its own is passed by a newer one.
+RESEND = """
+WITH wanted AS (
+    UPDATE holdfast.vectors v
+       SET version = CASE WHEN %(is_newer)s THEN nextval('holdfast.lease_tokens')
+                          ELSE v.version END
+     WHERE v.target_table = %(target)s AND v.embedding_version = %(version)s
+       AND v.target_id = ANY(%(ids)s::text[]) AND v.deleted_at IS NULL
+    RETURNING v.id, v.version
+)
+INSERT INTO holdfast.item_sinks AS s (vector_id, sink, version_wanted)
+SELECT id, %(sink)s, version FROM wanted
+    ON CONFLICT (vector_id, sink) DO UPDATE
+   SET version_wanted = excluded.version_wanted, status = 'pending', attempts = 0,
+       next_attempt_at = now(), error_class = NULL, last_error = NULL, updated_at = now()
+"""
+# Never back: others take numbers meanwhile, so where it must go on it goes far.
+OVERTAKE = """
+SELECT setval('holdfast.lease_tokens', held.newest + 1000000)
+  FROM (SELECT max(version) AS newest FROM pg_temp.held_documents) AS held,
+       holdfast.lease_tokens AS given
+ WHERE held.newest >= given.last_value
+"""
+
+
+def resend(tx: Tx, target: Target, sink: str, ids: Sequence[str], *, is_newer: bool) -> int:
+    """Let a follower be given these keys again; `is_newer`: over whatever it holds of them."""
+    if is_newer:
+        tx.execute(OVERTAKE)
+    values = {
+        "target": target.target_table,
+        "version": target.embedding_version,
+        "sink": sink,
+        "ids": list(ids),
+        "is_newer": is_newer,
+    }
+    return tx.execute(RESEND, values).rowcount
+
+
+# A line that says: nothing of this key is to be there. It goes when the follower has done so.
+CONDEMN = """
+WITH condemned AS (
+    INSERT INTO holdfast.vectors AS v
+           (target_table, target_id, embedding_version, model, content_hash, deleted_at)
+    SELECT %(target)s, id, %(version)s, %(model)s, ''::bytea, now()
+      FROM unnest(%(ids)s::text[]) AS id
+     ORDER BY id
+        ON CONFLICT ON CONSTRAINT vectors_key DO UPDATE
+       SET version = excluded.version
+     WHERE v.deleted_at IS NOT NULL
+    RETURNING v.id, v.version
+)
+INSERT INTO holdfast.item_sinks AS s (vector_id, sink, version_wanted)
+SELECT id, %(sink)s, version FROM condemned
+    ON CONFLICT (vector_id, sink) DO UPDATE
+   SET version_wanted = excluded.version_wanted, status = 'pending', attempts = 0,
+       next_attempt_at = now(), error_class = NULL, last_error = NULL, updated_at = now()
+"""
+
+
+def condemn(tx: Tx, target: Target, sink: str, ids: Sequence[str]) -> int:
+    """Let a follower remove documents that the ledger does not know."""
+    tx.execute(OVERTAKE)
+    values = {
+        "target": target.target_table,
+        "version": target.embedding_version,
+        "model": target.model,
+        "sink": sink,
+        "ids": list(ids),
+    }
+    return tx.execute(CONDEMN, values).rowcount
+
+
+# What was stored when nobody wrote it down, as far as its done item still tells of which text.
+WRITE_DOWN = """
+INSERT INTO holdfast.vectors AS v
+       (target_table, target_id, embedding_version, model, content_hash, stored_at)
+SELECT q.target_table, q.target_id, q.embedding_version, q.model, q.content_hash, q.processed_at
+  FROM public.embedding_retry_queue q
+ WHERE q.target_table = %(target)s AND q.embedding_version = %(version)s
+   AND q.target_id = ANY(%(ids)s::text[]) AND q.status = 'done' AND q.skip_reason IS NULL
+ ORDER BY q.target_id
+    ON CONFLICT ON CONSTRAINT vectors_key DO UPDATE
+   SET content_hash = excluded.content_hash, model = excluded.model, version = excluded.version,
+       stored_at = excluded.stored_at, deleted_at = NULL, is_wanted_empty = false
+ WHERE v.deleted_at IS NOT NULL
+"""
+
+
+def write_down(tx: Tx, target: Target, ids: Sequence[str]) -> int:
+    """Record vectors that are there without a line; return of how many the text is known."""
+    values = {
+        "target": target.target_table,
+        "version": target.embedding_version,
+        "ids": list(ids),
+    }
+    return tx.execute(WRITE_DOWN, values).rowcount
+
+
+# Locked until what is written back is committed. Nothing is open for them, so nobody else writes.
+KEPT = """
+SELECT v.target_id, encode(v.content_hash, 'hex') AS content_hash
+  FROM holdfast.vectors v
+ WHERE v.target_table = %(target)s AND v.embedding_version = %(version)s
+   AND v.target_id = ANY(%(ids)s::text[]) AND v.deleted_at IS NULL
+   AND NOT EXISTS (SELECT FROM public.embedding_retry_queue q
+                    WHERE (q.target_table, q.target_id, q.embedding_version)
+                          = (v.target_table, v.target_id, v.embedding_version)
+                      AND q.status IN ('pending', 'processing'))
+ ORDER BY v.target_id
+   FOR UPDATE OF v
+"""
+
+
+def kept_hashes(tx: Tx, target: Target, ids: Sequence[str]) -> dict[str, str]:
+    """Lock the lines of keys that nothing is open for; return the hash of the text of each."""
+    values = {
+        "target": target.target_table,
+        "version": target.embedding_version,
+        "ids": list(ids),
+    }
+    return {str(row["target_id"]): str(row["content_hash"]) for row in tx.execute(KEPT, values)}
+
+
+KEEP_COVERAGE = """
+INSERT INTO holdfast.coverage AS c (target_table, embedding_version, sink, seconds, kinds)
+VALUES (%(target)s, %(version)s, %(sink)s, %(seconds)s, %(kinds)s)
+    ON CONFLICT (target_table, embedding_version, sink) DO UPDATE
+   SET measured_at = now(), seconds = excluded.seconds, kinds = excluded.kinds
+"""
+COVERAGE = """
+SELECT c.target_table, c.embedding_version, c.sink, t.is_current, t.client, c.measured_at,
+       c.seconds, c.kinds
+  FROM holdfast.coverage c
+  JOIN holdfast.embedding_targets t USING (target_table, embedding_version)
+ ORDER BY c.target_table, c.embedding_version, c.sink <> 'pgvector', c.sink
+"""
+
+
+def keep_coverage(
+    tx: Tx, target: Target, sink: str, kinds: Mapping[str, int], *, seconds: float
+) -> None:
+    """Keep what a survey counted, in place of the one before."""
+    values = {
+        "target": target.target_table,
+        "version": target.embedding_version,
+        "sink": sink,
+        "seconds": seconds,
+        "kinds": Jsonb(dict(kinds)),
+    }
+    tx.execute(KEEP_COVERAGE, values)
+
+
+def coverage(tx: Tx) -> list[dict[str, Any]]:
+    """Return the last survey of each target, version and sink."""
+    return tx.execute(COVERAGE).fetchall()
