@@ -9,7 +9,7 @@ from importlib import import_module
 from app.core import config, logs
 from app.core.errors import ConfigError
 from app.core.model import EMBEDDINGS
-from worker import admin, drill
+from worker import admin, drill, upkeep
 
 CONFIG_EXIT = 78
 
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     rehearse = commands.add_parser("drill", help="let a fault happen, on servers of its own")
     rehearse.add_argument("name", choices=drill.DRILLS)
     admin.add_parsers(commands)
+    upkeep.add_parsers(commands)
     return parser
 
 

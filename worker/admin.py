@@ -3,20 +3,17 @@
 import argparse
 import secrets
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-from app.core import coverage, requeue
+from app.core import requeue
 from app.core.config import Settings
 from app.core.context import Context, open_context
-from app.core.errors import HoldfastError, InvalidRequest, RequestError
+from app.core.errors import HoldfastError, RequestError
 from app.core.keys import SCOPES, hash_of, new_key
 from app.core.model import Caller, index_note, is_trace
-from app.core.ports import find
 from app.core.requests import TargetRequest, parse
 from app.core.store import clients, fleet, targets
-from worker.runtime import open_followers
 
 OPERATOR = Caller("operator", frozenset({"admin"}))
 
@@ -36,7 +33,6 @@ def add_parsers(commands: Any) -> None:  # noqa: ANN401 - argparse has no public
 
     _add_target_parsers(commands)
     _add_backend_parsers(commands)
-    _add_store_parsers(commands)
 
     again = commands.add_parser("requeue", help="give a job's failed items another try")
     again.add_argument("job_id")
@@ -69,24 +65,6 @@ def _add_backend_parsers(commands: Any) -> None:  # noqa: ANN401
     accept = backend.add_parser("accept", help="a model that changed behind its name is wanted so")
     accept.add_argument("model")
     accept.set_defaults(act=accept_model)
-
-
-def _add_store_parsers(commands: Any) -> None:  # noqa: ANN401
-    for name, act, what in (
-        ("coverage", show_coverage, "how much of each target each store holds, measured now"),
-        (
-            "verify",
-            verify_stores,
-            "what differs between the ledger and the stores; 1 where it does",
-        ),
-        ("repair", repair_stores, "make good what differs; what is kept is not embedded again"),
-    ):
-        parser = commands.add_parser(name, help=what)
-        parser.add_argument("target_table", nargs="?", help="this target only")
-        parser.add_argument("--sink", help="this store only, by its name in SINKS")
-        if act is repair_stores:
-            parser.add_argument("--dry-run", action="store_true", help="the same as verify")
-        parser.set_defaults(act=act)
 
 
 def run(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -139,7 +117,7 @@ def list_keys(ctx: Context, arguments: argparse.Namespace) -> int:
         ends = "revoked" if row["revoked_at"] else _day(row["expires_at"]) or "never"
         scopes = ",".join(row["scopes"])
         lines.append((row["prefix"], row["client"], scopes, _day(row["created_at"]), ends))
-    _print_table(lines)
+    print_table(lines)
     return 0
 
 
@@ -198,7 +176,7 @@ def list_targets(ctx: Context, arguments: argparse.Namespace) -> int:
                     "; ".join(f"{fault.field} {fault.message}" for fault in faults) or "ok",
                 )
             )
-    _print_table(lines)
+    print_table(lines)
     return 0 if is_well else 1
 
 
@@ -222,76 +200,12 @@ def requeue_job(ctx: Context, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def show_coverage(ctx: Context, arguments: argparse.Namespace) -> int:
-    """Measure now, and print what share of each target each store holds."""
-    with _opened_stores(ctx.settings) as stores:
-        found = list(coverage.verify(ctx, stores, _wanted(stores, arguments)))
-    lines = [("TARGET", "VERSION", "CURRENT", "SINK", "SHARE", "WHAT IS THERE")]
-    for each in found:
-        kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(each.kinds.items()))
-        is_current = "yes" if each.target.is_current else "no"
-        share = f"{100 * coverage.share(each.kinds):.2f} %"
-        names = (each.target.target_table, each.target.embedding_version, is_current, each.sink)
-        lines.append((*names, share, kinds or "nothing"))
-    _print_table(lines)
-    return 0
-
-
-def verify_stores(ctx: Context, arguments: argparse.Namespace) -> int:
-    """Print what differs between the ledger and each store, with some ids; 1 where any does."""
-    is_well = True
-    with _opened_stores(ctx.settings) as stores:
-        for each in coverage.verify(ctx, stores, _wanted(stores, arguments)):
-            is_well = is_well and not each.faults
-            _print_survey(each)
-    return 0 if is_well else 1
-
-
-def repair_stores(ctx: Context, arguments: argparse.Namespace) -> int:
-    """Make good what differs, and print what was done; the sweeper writes to the followers then."""
-    if arguments.dry_run:
-        return verify_stores(ctx, arguments)
-    with _opened_stores(ctx.settings) as stores:
-        for each in coverage.repair(ctx, stores, _wanted(stores, arguments)):
-            _print_survey(each)
-            for what, number in sorted(each.done.items()):
-                if number:
-                    print(f"    {number:,} {what.replace('_', ' ')}")
-    return 0
-
-
-def _print_survey(survey: coverage.Survey) -> None:
-    place = f"{survey.target.label} in {survey.sink}"
-    print(f"{place}: {survey.kinds.get('current', 0):,} current", flush=True)
-    for kind, number in sorted(survey.kinds.items()):
-        if kind != "current":
-            sample = ", ".join(survey.samples.get(kind, ()))
-            print(f"  {number:,} {kind}{f': {sample}' if sample else ''}")
-
-
-@contextmanager
-def _opened_stores(settings: Settings) -> Generator[coverage.Stores]:
-    followers = open_followers(settings)
-    try:
-        primary = find("sinks", settings.primary_sink)()
-        yield coverage.Stores(settings.primary_sink, primary, followers)
-    finally:
-        for each in followers.values():
-            each.close()
-
-
-def _wanted(stores: coverage.Stores, arguments: argparse.Namespace) -> coverage.Wanted:
-    names = (stores.primary_name, *stores.followers)
-    if arguments.sink not in (None, *names):
-        raise InvalidRequest(f"SINKS has no {arguments.sink}; it has {', '.join(names)}")
-    return coverage.Wanted(arguments.target_table, arguments.sink)
-
-
 def _day(moment: Any) -> str:  # noqa: ANN401
     return moment.strftime("%Y-%m-%d") if moment else ""
 
 
-def _print_table(lines: Sequence[Sequence[str]]) -> None:
+def print_table(lines: Sequence[Sequence[str]]) -> None:
+    """Print rows of one length with their columns below each other."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]

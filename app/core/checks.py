@@ -43,6 +43,7 @@ def readiness(ctx: Context) -> Seen:
             paused = _paused(fleet.backends(tx, ctx.settings.embedder))
             sinks = (ctx.settings.primary_sink, *ctx.settings.followers)
             paused += [f"sink_paused:{name}" for name in sinks if _is_away(tx, name)]
+            paused += [f"alert:{each.name}" for each in fleet.alerts(tx)]
     except StoreUnavailable as exc:
         return _unavailable(f"postgres: {exc.message}")
     degraded = [*redis_faults(ctx), *paused]
@@ -129,6 +130,7 @@ def health(ctx: Context) -> Seen:
                 for each in backends.values()
             ],
             "targets": "mismatch" if _mismatches(tx) else "ok",
+            "alerts": [asdict(each) for each in fleet.alerts(tx)],
         }
     return Seen(is_ready=True, shown={**ready.shown, **parts})
 

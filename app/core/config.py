@@ -112,6 +112,18 @@ class Settings:
         True, "Off: `worker run` and `worker sweep` leave at once with exit code 0."
     )
     sweep_seconds: float = setting(15.0, "Seconds between two sweeps.", least=0.05, most=3600)
+    alert_failed_count: int = setting(
+        10, "Failed items from which on there is an alert.", least=1, most=10**9
+    )
+    alert_oldest_seconds: float = setting(
+        3600.0, "Age of the oldest due item from which on there is one.", least=1, most=10**7
+    )
+    alert_snapshot_seconds: float = setting(
+        3600.0,
+        "Age of a transaction, anybody's in this database, from which on there is one.",
+        least=1,
+        most=10**7,
+    )
     coverage_seconds: float = setting(
         3600.0,
         "Seconds between two surveys of how much of each target has its vector.",

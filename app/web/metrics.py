@@ -1,17 +1,22 @@
 """/metrics for Prometheus: one collector over what Postgres knows; no ids, clients or texts."""
 
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from flask import Flask, Response, current_app
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from app.core import checks
+from app.core import checks, coverage
 from app.core.context import Context
 from app.core.errors import StoreUnavailable
-from app.core.store import fleet
+from app.core.store import fleet, vectors
 from app.web.auth import needs
 
 
@@ -40,6 +45,11 @@ class _Collector:
                 alive = fleet.alive(tx)
                 paused = fleet.backends(tx, self._ctx.settings.embedder)
                 gauges = fleet.gauges(tx)
+                totals = fleet.totals(tx)
+                alerts = fleet.alerts(tx)
+                snapshot = fleet.oldest_snapshot(tx)
+                backlog = vectors.backlog(tx)
+                covered = vectors.coverage(tx)
         except StoreUnavailable:
             up.add_metric([], 0)
             yield up
@@ -49,6 +59,10 @@ class _Collector:
         yield from self._redis()
         yield from self._fleet(alive, paused)
         yield from self._work(gauges)
+        yield from _outcomes(totals)
+        yield from _alerts(alerts, snapshot)
+        yield from self._sinks(backlog)
+        yield from _coverage(covered)
 
     def _redis(self) -> Iterator[Metric]:
         faults = checks.redis_faults(self._ctx)
@@ -93,3 +107,79 @@ class _Collector:
         )
         oldest.add_metric([], gauges.oldest_due_seconds)
         yield oldest
+
+    def _sinks(self, backlog: Sequence[vectors.Backlog]) -> Iterator[Metric]:
+        rows = GaugeMetricFamily(
+            "holdfast_sink_items",
+            "Items that a sink which follows has not done.",
+            labels=["sink", "status"],
+        )
+        oldest = GaugeMetricFamily(
+            "holdfast_sink_oldest_pending_seconds",
+            "How long the oldest of those that wait has waited.",
+            labels=["sink"],
+        )
+        known = {(each.sink, each.status): each for each in backlog}
+        for sink in self._ctx.settings.followers:
+            for status in ("pending", "failed"):
+                found = known.get((sink, status))
+                rows.add_metric([sink, status], found.rows if found else 0)
+            waiting = known.get((sink, "pending"))
+            oldest.add_metric([sink], waiting.oldest_seconds if waiting else 0)
+        yield rows
+        yield oldest
+
+
+OUTCOMES = {
+    "claimed": "Items taken in hand, each time.",
+    "done": "Items whose vector was stored.",
+    "skipped": "Items whose target row was gone.",
+    "retried": "Attempts that failed and will be repeated.",
+    "released": "Items handed back uncharged.",
+    "failed": "Items that wait for a person.",
+}
+
+
+def _outcomes(totals: Mapping[str, float]) -> Iterator[Metric]:
+    for name, text in OUTCOMES.items():
+        counter = CounterMetricFamily(f"holdfast_items_{name}", text)
+        counter.add_metric([], totals[name])
+        yield counter
+    yield SummaryMetricFamily(
+        "holdfast_item_processing_seconds",
+        "From the claim of an item to its end.",
+        count_value=int(totals["done"]),
+        sum_value=totals["processing_seconds"],
+    )
+
+
+def _alerts(alerts: Sequence[fleet.Alert], snapshot: fleet.Snapshot | None) -> Iterator[Metric]:
+    gauge = GaugeMetricFamily("holdfast_alert", "Alerts that are on.", labels=["name"])
+    for each in alerts:
+        gauge.add_metric([each.name], 1)
+    yield gauge
+    oldest = GaugeMetricFamily(
+        "holdfast_oldest_snapshot_seconds",
+        "How long somebody has kept dead rows from being cleaned away.",
+    )
+    oldest.add_metric([], snapshot.seconds if snapshot else 0)
+    yield oldest
+
+
+def _coverage(surveys: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    labels = ["target_table", "embedding_version", "sink"]
+    share = GaugeMetricFamily(
+        "holdfast_coverage_ratio", "Share with the vector of the current text.", labels=labels
+    )
+    without = GaugeMetricFamily(
+        "holdfast_rows_without_vector",
+        "Rows of the current version without a vector, for which none is on its way.",
+        labels=["target_table"],
+    )
+    for each in surveys:
+        names = [str(each[name]) for name in labels]
+        share.add_metric(names, coverage.share(each["kinds"]))
+        if each["is_current"] and each["sink"] == "pgvector":
+            without.add_metric([names[0]], each["kinds"].get("missing", 0))
+    yield share
+    yield without

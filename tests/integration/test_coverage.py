@@ -16,7 +16,7 @@ from app.core.store.targets import NewTarget
 from tests.drains import Mill, open_mill
 from tests.fakes import Fake, float32
 from tests.shelf import NAME, Shelf
-from worker import admin
+from worker import admin, upkeep
 from worker.sweep.followers import Follower
 
 ADMIN = Caller("ops", frozenset({"admin"}))
@@ -292,7 +292,7 @@ def test_the_last_survey_is_shown_with_its_share(mill: Mill, stores: Stores) -> 
 
 def run(capsys: pytest.CaptureFixture[str], mill: Mill, *words: str) -> tuple[int, str]:
     parser = argparse.ArgumentParser()
-    admin.add_parsers(parser.add_subparsers())
+    upkeep.add_parsers(parser.add_subparsers())
     status = admin.run(mill.settings, parser.parse_args(words))
     captured = capsys.readouterr()
     return status, captured.out + captured.err

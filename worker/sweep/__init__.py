@@ -18,7 +18,7 @@ from app.core.ports import find
 from app.core.store import fleet
 from app.core.store.database import Tx, translated
 from worker.runtime import open_followers
-from worker.sweep import cleanup, leases, rings, unowned
+from worker.sweep import alerts, cleanup, leases, rings, unowned
 from worker.sweep.followers import Following
 from worker.sweep.surveys import Surveys
 
@@ -30,6 +30,7 @@ DUTIES: tuple[tuple[str, Duty], ...] = (
     ("leases", leases.run_once),
     ("unowned", unowned.run_once),
     ("rings", rings.run_once),
+    ("alerts", alerts.run_once),
 )
 CLEANUP_SECONDS = 3600.0
 LEAST_WAIT_SECONDS = 0.2

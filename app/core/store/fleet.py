@@ -88,6 +88,19 @@ def prune(tx: Tx, *, limit: int) -> int:
     return gone + tx.execute(PRUNE_SLICES, {"limit": limit}).rowcount
 
 
+COUNT_OLD = """
+SELECT (SELECT count(*) FROM holdfast.processes WHERE alive_until < now() - interval '1 day')
+       + (SELECT count(*) FROM holdfast.incidents WHERE until < now() - interval '7 days')
+       + (SELECT count(*) FROM holdfast.slices WHERE at < now() - interval '1 hour') AS rows
+"""
+
+
+def old(tx: Tx) -> int:
+    """Count what `prune` would delete in all its blocks."""
+    row = tx.execute(COUNT_OLD).fetchone()
+    return int(row["rows"]) if row else 0
+
+
 # ---- backends --------------------------------------------------------------------------------
 
 BACKENDS = """
@@ -508,6 +521,120 @@ MODELS = "SELECT DISTINCT model FROM holdfast.embedding_targets ORDER BY model"
 def models(tx: Tx) -> Sequence[str]:
     """Return the models that the registered targets need."""
     return [str(row["model"]) for row in tx.execute(MODELS)]
+
+
+# ---- numbers ---------------------------------------------------------------------------------
+
+ADD_UP = """
+WITH lines AS (
+    DELETE FROM holdfast.tallies
+    RETURNING claimed, done, skipped, retried, released, failed, processing_seconds
+), added AS (
+    SELECT sum(claimed) AS claimed, sum(done) AS done, sum(skipped) AS skipped,
+           sum(retried) AS retried, sum(released) AS released, sum(failed) AS failed,
+           sum(processing_seconds) AS processing_seconds, count(*) AS lines
+      FROM lines
+)
+UPDATE holdfast.totals t
+   SET claimed = t.claimed + a.claimed, done = t.done + a.done, skipped = t.skipped + a.skipped,
+       retried = t.retried + a.retried, released = t.released + a.released,
+       failed = t.failed + a.failed,
+       processing_seconds = t.processing_seconds + a.processing_seconds
+  FROM added a
+ WHERE a.lines > 0
+RETURNING a.lines
+"""
+TOTALS = """
+SELECT sum(claimed)::float8 AS claimed, sum(done)::float8 AS done, sum(skipped)::float8 AS skipped,
+       sum(retried)::float8 AS retried, sum(released)::float8 AS released,
+       sum(failed)::float8 AS failed, sum(processing_seconds) AS processing_seconds
+  FROM (SELECT claimed, done, skipped, retried, released, failed, processing_seconds
+          FROM holdfast.totals
+         UNION ALL
+        SELECT claimed, done, skipped, retried, released, failed, processing_seconds
+          FROM holdfast.tallies) AS both_of_them
+"""
+
+
+def add_up(tx: Tx) -> int:
+    """Add the lines that changes of items have left to the totals; return how many there were."""
+    row = tx.execute(ADD_UP).fetchone()
+    return int(row["lines"]) if row else 0
+
+
+def totals(tx: Tx) -> dict[str, float]:
+    """Return what has become of items since the beginning, by outcome."""
+    row = tx.execute(TOTALS).fetchone() or {}
+    return {str(name): float(number or 0) for name, number in row.items()}
+
+
+# Whoever holds an old snapshot keeps dead rows from being cleaned away, in every table.
+OLDEST_SNAPSHOT = """
+SELECT holder, seconds
+  FROM (SELECT 'pid ' || pid || coalesce(' (' || nullif(application_name, '') || ')', '')
+                   || ' of ' || coalesce(usename, 'nobody') AS holder,
+               extract(epoch FROM now() - xact_start)::float8 AS seconds
+          FROM pg_stat_activity
+         WHERE xact_start IS NOT NULL AND datname = current_database()
+           AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)
+           AND pid <> pg_backend_pid()
+         UNION ALL
+        SELECT 'prepared transaction ' || quote_literal(gid),
+               extract(epoch FROM now() - prepared)::float8
+          FROM pg_prepared_xacts
+         WHERE database = current_database()) AS holders
+ ORDER BY seconds DESC
+ LIMIT 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Who holds the oldest transaction open, and for how long."""
+
+    holder: str
+    seconds: float
+
+
+def oldest_snapshot(tx: Tx) -> Snapshot | None:
+    """Return who keeps vacuum from its work for the longest; None where nobody does."""
+    with tx.cursor(row_factory=class_row(Snapshot)) as cursor:
+        return cursor.execute(OLDEST_SNAPSHOT).fetchone()
+
+
+RAISE_ALERT = """
+INSERT INTO holdfast.alerts AS a (name, message) VALUES (%(name)s, %(message)s)
+    ON CONFLICT (name) DO UPDATE SET message = excluded.message
+RETURNING xmax = 0 AS is_new
+"""
+END_ALERT = "DELETE FROM holdfast.alerts WHERE name = %(name)s"
+ALERTS = "SELECT name, since, message FROM holdfast.alerts ORDER BY name"
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something that somebody should look at, as long as it is so."""
+
+    name: str
+    since: datetime
+    message: str
+
+
+def raise_alert(tx: Tx, name: str, message: str) -> bool:
+    """Say that something is so; return whether it was not before."""
+    row = tx.execute(RAISE_ALERT, {"name": name, "message": message}).fetchone()
+    return bool(row and row["is_new"])
+
+
+def end_alert(tx: Tx, name: str) -> bool:
+    """Say that it is so no longer; return whether it was."""
+    return tx.execute(END_ALERT, {"name": name}).rowcount == 1
+
+
+def alerts(tx: Tx) -> list[Alert]:
+    """Return the alerts that are on."""
+    with tx.cursor(row_factory=class_row(Alert)) as cursor:
+        return cursor.execute(ALERTS).fetchall()
 
 
 # Cheap enough for each scrape: open items from the counts that the triggers keep, failed ones and

@@ -852,3 +852,60 @@ def prune(tx: Tx, *, days: int, limit: int) -> int:
         old = tx.execute(LOCK_OLD, {"days": days, "limit": limit}).fetchall()
         row = tx.execute(PRUNE, {"ids": [each["id"] for each in old]}).fetchone()
     return int(row["items"]) if row else 0
+
+
+COUNT_OLD = """
+SELECT count(*) AS items
+  FROM public.embedding_retry_queue q
+ WHERE q.status IN ('done', 'cancelled')
+   AND q.updated_at < now() - make_interval(days => %(days)s)
+   AND NOT EXISTS (SELECT FROM holdfast.job_items i
+                     JOIN holdfast.jobs j ON j.id = i.job_id
+                    WHERE i.item_id = q.id
+                      AND (j.finished_at IS NULL OR j.expires_at > now()
+                           OR (j.final_counts ->> 'failed')::integer > 0))
+"""
+COUNT_OLD_FAILED = """
+SELECT count(*) AS items
+  FROM public.embedding_retry_queue
+ WHERE status = 'failed' AND updated_at < now() - make_interval(days => %(days)s)
+"""
+# An open job still counts on its items.
+PRUNE_FAILED = """
+WITH old AS (
+    SELECT q.id
+      FROM public.embedding_retry_queue q
+     WHERE q.status = 'failed' AND q.updated_at < now() - make_interval(days => %(days)s)
+       AND NOT EXISTS (SELECT FROM holdfast.job_items i
+                         JOIN holdfast.jobs j ON j.id = i.job_id
+                        WHERE i.item_id = q.id AND j.finished_at IS NULL)
+     ORDER BY q.updated_at
+     LIMIT %(limit)s
+       FOR UPDATE OF q SKIP LOCKED
+), gone AS (
+    DELETE FROM public.embedding_retry_queue q USING old WHERE q.id = old.id RETURNING q.id
+), links AS (
+    DELETE FROM holdfast.job_items i USING gone WHERE i.item_id = gone.id
+), history AS (
+    DELETE FROM holdfast.item_attempts a USING gone WHERE a.item_id = gone.id
+)
+SELECT count(*) AS items FROM gone
+"""
+
+
+def old(tx: Tx, *, days: int) -> int:
+    """Count what `prune` would delete in all its blocks."""
+    row = tx.execute(COUNT_OLD, {"days": days}).fetchone()
+    return int(row["items"]) if row else 0
+
+
+def old_failed(tx: Tx, *, days: int) -> int:
+    """Count failed items that have waited for so long."""
+    row = tx.execute(COUNT_OLD_FAILED, {"days": days}).fetchone()
+    return int(row["items"]) if row else 0
+
+
+def prune_failed(tx: Tx, *, days: int, limit: int) -> int:
+    """Delete a block of failed items that have waited for so long; return how many."""
+    row = tx.execute(PRUNE_FAILED, {"days": days, "limit": limit}).fetchone()
+    return int(row["items"]) if row else 0

@@ -462,3 +462,27 @@ def prune(tx: Tx, *, days: int, limit: int) -> int:
 def prune_keys(tx: Tx, *, limit: int) -> int:
     """Delete a block of idempotency keys that no longer hold; return how many."""
     return tx.execute(PRUNE_KEYS, {"days": IDEMPOTENCY_DAYS, "limit": limit}).rowcount
+
+
+COUNT_OLD = """
+SELECT count(*) AS jobs
+  FROM holdfast.jobs
+ WHERE finished_at < now() - make_interval(days => %(days)s) AND expires_at < now()
+"""
+COUNT_OLD_KEYS = """
+SELECT count(*) AS keys
+  FROM holdfast.idempotency_keys
+ WHERE created_at < now() - make_interval(days => %(days)s)
+"""
+
+
+def old(tx: Tx, *, days: int) -> int:
+    """Count what `prune` would delete in all its blocks."""
+    row = tx.execute(COUNT_OLD, {"days": days}).fetchone()
+    return int(row["jobs"]) if row else 0
+
+
+def old_keys(tx: Tx) -> int:
+    """Count idempotency keys that no longer hold."""
+    row = tx.execute(COUNT_OLD_KEYS, {"days": IDEMPOTENCY_DAYS}).fetchone()
+    return int(row["keys"]) if row else 0

@@ -349,6 +349,22 @@ def prune(tx: Tx, *, followers: Sequence[str], limit: int) -> int:
     return tx.execute(PRUNE, {"followers": list(followers), "limit": limit}).rowcount
 
 
+COUNT_OLD = """
+SELECT count(*) AS keys
+  FROM holdfast.vectors v
+ WHERE v.deleted_at IS NOT NULL AND NOT v.is_wanted_empty
+   AND NOT EXISTS (SELECT FROM holdfast.item_sinks s
+                    WHERE s.vector_id = v.id AND s.sink = ANY(%(followers)s::text[])
+                      AND s.status <> 'done')
+"""
+
+
+def old(tx: Tx, *, followers: Sequence[str]) -> int:
+    """Count what `prune` would delete in all its blocks."""
+    row = tx.execute(COUNT_OLD, {"followers": list(followers)}).fetchone()
+    return int(row["keys"]) if row else 0
+
+
 TRY_FOLLOW = "SELECT pg_try_advisory_lock(%(key)s, hashtext(%(sink)s)) AS won"
 FOLLOW_LOCK = 0x666F6C6C  # "foll"
 
