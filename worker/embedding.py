@@ -33,7 +33,7 @@ from app.core.model import (
     decide,
 )
 from app.core.ports import Write
-from app.core.store import fleet, items, jobs, targets, vectors
+from app.core.store import campaigns, fleet, items, jobs, targets, vectors
 from app.core.store.database import Tx
 from worker.calls import Answer, Calls, first_pace
 from worker.lease import Lease
@@ -124,7 +124,8 @@ class _Drain:
         seconds = time.monotonic() - self.began
         if self.calls.is_spent or seconds >= self.ctx.settings.queue_bell_seconds:
             return True
-        if seconds < TURN_SECONDS or self.job.priority > 0:
+        is_low = self.job.priority < 0  # gives way after each slice
+        if (seconds < TURN_SECONDS and not is_low) or self.job.priority > 0:
             return False
         try:
             return self.ctx.bells.others_wait(self.horse.queue, self.job.id)
@@ -169,7 +170,7 @@ class _Drain:
         probed = None
         with self.ctx.database.transaction() as tx:
             paused = self.calls.begin_slice(tx)
-            self.closed = self._closed_targets(tx)
+            self.closed = [*self._closed_targets(tx), *campaigns.held_back(tx)]
             claims = self._claim_due(tx, self.calls.pace, paused)
             if not claims:
                 probed, claims = self._claim_probe(tx, paused)

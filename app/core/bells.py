@@ -37,7 +37,7 @@ BELL_BYTES = 1024
 
 MOVE = """
 if redis.call('LREM', KEYS[1], -1, ARGV[1]) == 1
-   and redis.call('LINSERT', KEYS[1], 'AFTER', ARGV[2], ARGV[1]) < 1 then
+   and redis.call('LINSERT', KEYS[1], ARGV[3], ARGV[2], ARGV[1]) < 1 then
     redis.call('RPUSH', KEYS[1], ARGV[1])
 end
 """
@@ -232,10 +232,11 @@ class Bells:
             ids = cast("list[bytes]", self._redis.lrange(self._queue(queue).key, 0, limit - 1))
         return [_text(bell) for bell in ids]
 
-    def move(self, queue: str, bell: str, *, behind: str) -> None:
-        """Move a bell that waits forward, behind another; to the end where that is gone."""
+    def move(self, queue: str, bell: str, *, other: str, is_behind: bool = True) -> None:
+        """Move a bell that waits behind another, or before it; to the end where that is gone."""
+        where = "AFTER" if is_behind else "BEFORE"
         with translated():
-            self._redis.eval(MOVE, 1, self._queue(queue).key, bell, behind)
+            self._redis.eval(MOVE, 1, self._queue(queue).key, bell, other, where)
 
     def waiting(self, queue: str) -> list[str]:
         """Return the job id of every bell that waits in a queue, first one first."""

@@ -67,6 +67,16 @@ class Written:
     """Rows that another transaction holds: nothing was written, nobody was waited for."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadRow:
+    """One row of a target, read for another version."""
+
+    target_id: str
+    text: str | None
+    is_wanted: bool
+    """Whether the other version does not have this text, and nobody wants the row empty."""
+
+
 class PrimarySink(Protocol):
     """The store that is written in the same transaction that settles the items."""
 
@@ -82,6 +92,20 @@ class PrimarySink(Protocol):
 
     def clear(self, tx: Transaction, target: Target, target_ids: Sequence[str]) -> list[str]:
         """Remove the vectors of rows; return which had one."""
+        ...
+
+    def size(self, tx: Transaction, target: Target) -> tuple[int, int]:
+        """Return how many rows a target has, and how many bytes of text."""
+        ...
+
+    def progress(self, tx: Transaction, old: Target, new: Target) -> tuple[int, int]:
+        """Return how many rows have the new version, and how many have the old one only."""
+        ...
+
+    def read_on(
+        self, tx: Transaction, old: Target, new: Target, *, after: str | None, limit: int
+    ) -> list[ReadRow]:
+        """Return the next rows behind an id, in the order of their ids."""
         ...
 
     def survey(self, tx: Transaction, target: Target) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Ringing: numbers are taken in Postgres and committed, then the bells are pushed."""
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 
 from app.core.bells import BELL, job_of
@@ -46,7 +47,7 @@ def push(ctx: Context, rings: Rings, alive: fleet.Alive, *, by: str) -> int:
     except BellsUnavailable as exc:
         log.warning("bell not rung: %s", exc, extra={"event": "ring_failed", **facts})
         return 0
-    if rings.priority <= 0:
+    if rings.priority == 0:  # what is lower stays at the end
         with suppress(BellsUnavailable, StoreUnavailable):  # then they wait at the end
             _line_up(ctx, rings, queue)
     log.debug("bell rung", extra={"event": "bell_rung", "items": rings.bells, **facts})
@@ -66,11 +67,28 @@ def _line_up(ctx: Context, rings: Rings, queue: str) -> None:
         return
     with ctx.database.transaction() as tx:
         named = {job_of(bell) for bell in line if BELL.fullmatch(bell)}  # anything may stand there
-        clients = jobs.clients(tx, named | {rings.job_id})
-    mine = clients.get(rings.job_id, "")
+        owners = jobs.owners(tx, named | {rings.job_id})
+    low = [bell for bell in line if _is_low(owners, bell)]
+    line = [bell for bell in line if bell not in low]
     for bell in new:
-        behind = place_in_line([clients.get(job_of(each), each) for each in line], mine)
-        if behind is None:
+        behind = place_in_line(
+            [_client(owners, each) for each in line], owners[rings.job_id].client
+        )
+        if behind is not None:
+            ctx.bells.move(queue, bell, other=line[behind])
+            line.insert(behind + 1, bell)
+        elif low:
+            ctx.bells.move(queue, bell, other=low[0], is_behind=False)
+            line.append(bell)
+        else:
             return
-        ctx.bells.move(queue, bell, behind=line[behind])
-        line.insert(behind + 1, bell)
+
+
+def _is_low(owners: Mapping[str, jobs.Owner], bell: str) -> bool:
+    owner = owners.get(job_of(bell))
+    return owner is not None and owner.is_low
+
+
+def _client(owners: Mapping[str, jobs.Owner], bell: str) -> str:
+    owner = owners.get(job_of(bell))
+    return owner.client if owner else bell

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from threading import Event
 from types import FrameType
 
+from app.core import versions
 from app.core.config import Settings
 from app.core.context import Context, open_context
 from app.core.errors import StoreUnavailable
@@ -46,9 +47,10 @@ def run(settings: Settings) -> int:
     ctx = open_context(
         settings, application="holdfast sweeper", most_connections=4 + 2 * len(sinks)
     )
-    following = Following(ctx, find("sinks", settings.primary_sink)(), sinks)
-    sweeper = Sweeper(ctx, following.counts)
-    surveys = Surveys(ctx, find("sinks", settings.primary_sink)(), sweeper.leads)
+    primary = find("sinks", settings.primary_sink)()
+    following = Following(ctx, primary, sinks)
+    sweeper = Sweeper(ctx, versions.Stores(primary, sinks), following.counts)
+    surveys = Surveys(ctx, primary, sweeper.leads)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, sweeper.stop)
     log.info("Sweeper starting", extra={"event": "worker_start", "worker": sweeper.name})
@@ -67,8 +69,14 @@ def run(settings: Settings) -> int:
 class Sweeper:
     """One sweeper process: leads, or stands by until the leader's connection is gone."""
 
-    def __init__(self, ctx: Context, followed: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        stores: versions.Stores | None = None,
+        followed: Mapping[str, int] | None = None,
+    ) -> None:
         self._ctx = ctx
+        self._stores = stores or versions.Stores(find("sinks", ctx.settings.primary_sink)(), {})
         self._followed = {} if followed is None else followed
         host = socket.gethostname()
         self.name = f"{host}-sweeper-{secrets.token_hex(4)}"
@@ -119,6 +127,7 @@ class Sweeper:
         """Do each duty once. One that fails is named, and does not keep the others from theirs."""
         for name, duty in DUTIES:
             self._do(name, duty)
+        self._do("campaigns", lambda ctx: versions.step(ctx, self._stores))
         now = time.monotonic()
         if self._cleaned_at is None or now - self._cleaned_at >= CLEANUP_SECONDS:
             self._cleaned_at = now

@@ -7,7 +7,7 @@ from app.core import rings, status, trace_result
 from app.core.context import Context
 from app.core.errors import BellsUnavailable
 from app.core.model import queue_for
-from app.core.store import fleet, jobs, traces
+from app.core.store import campaigns, fleet, jobs, traces
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ def run_once(ctx: Context) -> Counter[str]:
         paused = [model for model, each in backends.items() if each.is_paused]
         sinks = fleet.backends(tx, ctx.settings.primary_sink)
         closed = [label for label, each in sinks.items() if each.is_paused]
+        closed += campaigns.held_back(tx)
         due = jobs.due(tx, paused_models=paused, paused_targets=closed)
         complete_traces, due_traces = traces.complete(tx), traces.due(tx)
     for job_id in complete:

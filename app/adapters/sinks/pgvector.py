@@ -14,7 +14,7 @@ from psycopg.types import TypeInfo
 
 from app.core.errors import ERROR_TEXT_CHARACTERS, BackendFault, ErrorClass
 from app.core.model import Target
-from app.core.ports import Transaction, Write, Written
+from app.core.ports import ReadRow, Transaction, Write, Written
 
 # Names come from embedding_targets and reach SQL through sql.Identifier only. SKIP LOCKED: whoever
 # changes a row and then enqueues its new text holds the row and waits for the item that we hold.
@@ -75,6 +75,31 @@ WITH seen AS MATERIALIZED (
     INSERT INTO pg_temp.differences (kind, id) SELECT kind, id FROM seen WHERE kind <> 'current'
 )
 SELECT kind, count(*) AS rows FROM seen GROUP BY kind
+"""
+SIZE = """
+SELECT count(*) AS rows, coalesce(sum(octet_length({text})), 0)::bigint AS text_bytes
+  FROM {table} AS t
+"""
+PROGRESS = """
+SELECT count(*) FILTER (WHERE {new_vector} IS NOT NULL) AS has,
+       count(*) FILTER (WHERE {vector} IS NOT NULL AND {new_vector} IS NULL) AS missing
+  FROM {table}
+"""
+READ_ON = """
+SELECT t.{id}::text AS target_id, {text} AS text,
+       NOT coalesce(n.content_hash = sha256(convert_to({text}, 'UTF8')) AND n.deleted_at IS NULL
+                    AND t.{new_vector} IS NOT NULL, false)
+       AND NOT coalesce(o.is_wanted_empty, false) AS is_wanted
+  FROM {table} t
+  LEFT JOIN holdfast.vectors n
+    ON n.target_table = %(target)s AND n.embedding_version = %(new_version)s
+   AND n.target_id = t.{id}::text
+  LEFT JOIN holdfast.vectors o
+    ON o.target_table = %(target)s AND o.embedding_version = %(version)s
+   AND o.target_id = t.{id}::text
+ WHERE %(after)s::text IS NULL OR t.{id} > %(after)s::text::{id_type}
+ ORDER BY t.{id}
+ LIMIT %(limit)s
 """
 TEXTS = """
 SELECT {id}::text AS target_id, {text} AS text
@@ -160,6 +185,29 @@ class PgVector:
         rows = tx.execute(_composed(CLEAR, target), {"ids": list(target_ids)})
         return [row["target_id"] for row in rows]
 
+    def size(self, tx: Transaction, target: Target) -> tuple[int, int]:
+        """Return how many rows a target has, and how many bytes of text."""
+        row = tx.execute(_composed(SIZE, target)).fetchone()
+        return row["rows"], row["text_bytes"]
+
+    def progress(self, tx: Transaction, old: Target, new: Target) -> tuple[int, int]:
+        """Return how many rows have the new version, and how many have the old one only."""
+        row = tx.execute(_composed(PROGRESS, old, new)).fetchone()
+        return row["has"], row["missing"]
+
+    def read_on(
+        self, tx: Transaction, old: Target, new: Target, *, after: str | None, limit: int
+    ) -> list[ReadRow]:
+        """Return the next rows behind an id, in the order of their ids."""
+        values = {
+            "target": old.target_table,
+            "version": old.embedding_version,
+            "new_version": new.embedding_version,
+            "after": after,
+            "limit": limit,
+        }
+        return [ReadRow(**row) for row in tx.execute(_composed(READ_ON, old, new), values)]
+
     def survey(self, tx: Transaction, target: Target) -> dict[str, int]:
         """Compare the rows with the ledger and the queue; return how many are of which kind."""
         connection = cast("psycopg.Connection[dict[str, Any]]", tx)
@@ -226,13 +274,14 @@ def _check_dimension(connection: "psycopg.Connection[dict[str, Any]]", target: T
         raise BackendFault(ErrorClass.BAD_CONFIG, message)
 
 
-def _composed(statement: LiteralString, target: Target) -> sql.Composed:
+def _composed(statement: LiteralString, target: Target, new: Target | None = None) -> sql.Composed:
     return sql.SQL(statement).format(
         table=_identifier(target.table_schema, target.table_name),
         id=_identifier(target.id_column),
         vector=_identifier(target.vector_column),
         id_type=sql.SQL(ID_TYPES[target.id_type]),
         text=_text(target),
+        new_vector=_identifier((new or target).vector_column),
     )
 
 

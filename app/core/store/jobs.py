@@ -332,13 +332,23 @@ def items_of_model(tx: Tx, job_id: str, model: str) -> int:
     return int(row["items"]) if row else 0
 
 
-CLIENTS = "SELECT id, client FROM holdfast.jobs WHERE id = ANY(%(ids)s::text[])"
+CLIENTS = """
+SELECT id, client, priority < 0 AS is_low FROM holdfast.jobs WHERE id = ANY(%(ids)s::text[])
+"""
 
 
-def clients(tx: Tx, ids: Iterable[str]) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a job is, and whether it goes after everybody's."""
+
+    client: str
+    is_low: bool
+
+
+def owners(tx: Tx, ids: Iterable[str]) -> dict[str, Owner]:
     """Return whose each of these jobs is; those that are none are left out."""
     rows = tx.execute(CLIENTS, {"ids": list(ids)})
-    return {str(row["id"]): str(row["client"]) for row in rows}
+    return {str(row["id"]): Owner(str(row["client"]), row["is_low"]) for row in rows}
 
 
 AHEAD = """

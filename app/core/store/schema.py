@@ -7,7 +7,7 @@ from app.core.store.database import Tx
 EXPECTED = (
     *("0001_jobs", "0002_queue", "0003_targets", "0004_clients", "0005_fleet"),
     *("0006_trace", "0007_incidents", "0008_targets", "0009_sinks", "0010_withdrawals"),
-    "0011_tallies",
+    *("0011_tallies", "0012_campaigns"),
 )
 """The files in migrations/, in order; a test compares."""
 

@@ -109,7 +109,7 @@ def register(tx: Tx, new: NewTarget) -> Target:
 
     Raises InvalidRequest naming every field that does not fit the database.
     """
-    target = _looked_up(tx, new)
+    target = looked_up(tx, new)
     values = asdict(target)
     taken = tx.execute(COLUMN_TAKEN, values).fetchone()
     if taken:
@@ -132,7 +132,7 @@ def register(tx: Tx, new: NewTarget) -> Target:
 def faults(tx: Tx, target: Target) -> list[Fault]:
     """Say what no longer fits between a registered target and the database."""
     try:
-        seen = _looked_up(
+        seen = looked_up(
             tx,
             NewTarget(
                 target_table=target.target_table,
@@ -153,7 +153,20 @@ def faults(tx: Tx, target: Target) -> list[Fault]:
     return []
 
 
-def _looked_up(tx: Tx, new: NewTarget) -> Target:
+REMOVE = """
+DELETE FROM holdfast.embedding_targets
+ WHERE target_table = %(target_table)s AND embedding_version = %(embedding_version)s
+   AND NOT is_current
+"""
+
+
+def remove(tx: Tx, target: Target) -> None:
+    """Forget a version that is not the current one."""
+    tx.execute(REMOVE, asdict(target))
+
+
+def looked_up(tx: Tx, new: NewTarget) -> Target:
+    """Return what the database says of a target; raises InvalidRequest where it does not fit."""
     columns = [new.id_column, new.vector_column, new.text_column]
     rows = tx.execute(LOOK, {"name": _quoted(new.target_table), "columns": columns}).fetchall()
     if not rows:

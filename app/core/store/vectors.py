@@ -619,3 +619,27 @@ def keep_coverage(
 def coverage(tx: Tx) -> list[dict[str, Any]]:
     """Return the last survey of each target, version and sink."""
     return tx.execute(COVERAGE).fetchall()
+
+
+FORGET_VERSION = """
+WITH items AS (
+    DELETE FROM public.embedding_retry_queue
+     WHERE target_table = %(target)s AND embedding_version = %(version)s
+    RETURNING id
+), links AS (
+    DELETE FROM holdfast.job_items i USING items WHERE i.item_id = items.id
+), history AS (
+    DELETE FROM holdfast.item_attempts a USING items WHERE a.item_id = items.id
+), surveys AS (
+    DELETE FROM holdfast.coverage
+     WHERE target_table = %(target)s AND embedding_version = %(version)s
+)
+DELETE FROM holdfast.vectors
+ WHERE target_table = %(target)s AND embedding_version = %(version)s
+"""
+
+
+def forget_version(tx: Tx, target: Target) -> None:
+    """Forget a version of a target, with what was asked for in it."""
+    values = {"target": target.target_table, "version": target.embedding_version}
+    tx.execute(FORGET_VERSION, values)
