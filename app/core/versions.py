@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 REEMBEDDER = Caller("reembed", frozenset({"submit"}))
 LOWEST_PRIORITY = -10
 BLOCK, MOST_OPEN = 1000, 10_000
-MARK_SECONDS = 60.0
+MARK_SECONDS = 10.0
 CLOSE_SECONDS = 120.0
 """How long daily work on a target may stand still for the last of a campaign to catch up."""
 
@@ -240,12 +240,34 @@ class _Step:
         return len(values)
 
     def _catch_up(self) -> bool:
-        """Submit what only the old version has by now; return whether there was nothing."""
+        """Submit what the new version lacks of the newest texts; return whether that was nothing.
+
+        The row itself tells which text is the newest: an old item may end after a new one.
+        """
         with self.ctx.database.transaction() as tx:
-            behind = campaigns.behind(tx, self.campaign, limit=BLOCK)
-            unknown = [target_id for target_id, text in behind.items() if text is None]
-            texts = {**behind, **self.stores.primary.texts(tx, self.old, unknown)}
-        return not behind or not self._submit(texts)
+            at = campaigns.before(tx)
+        after, submitted = 0, 0
+        while True:
+            with self.ctx.database.transaction() as tx:
+                found = campaigns.behind(tx, self.campaign, after=after, limit=BLOCK)
+                ids = [each.target_id for each in found]
+                texts = self.stores.primary.texts(tx, self.old, ids)
+            if not found:
+                break
+            after = found[-1].id
+            submitted += self._submit(
+                {
+                    each.target_id: texts[each.target_id]
+                    for each in found
+                    if each.target_id in texts
+                    and submission.hash_of(texts[each.target_id])
+                    not in (each.held, each.on_its_way)
+                }
+            )
+        if not submitted:
+            with self.ctx.database.transaction() as tx:
+                campaigns.caught_up(tx, self.campaign, at)
+        return not submitted
 
     # ---- the end
 
@@ -256,6 +278,9 @@ class _Step:
             take_time(tx)
             reason = reason or self._reason_to_wait(tx)
             done = reason is None and campaigns.cut_over(tx, self.campaign)
+            if done:
+                has, missing = self.stores.primary.progress(tx, self.old, self.new)
+                campaigns.mark(tx, self.campaign.id, has, has + missing)
         if done:
             self._point_followers()
             self.counts["cut_over"] += 1
@@ -293,10 +318,13 @@ class _Step:
                 campaigns.finish(tx, self.campaign)
 
     def _mark(self) -> None:
+        """Keep how far it is, now and then: the whole table is counted for it."""
         with self.ctx.database.transaction() as tx:
+            if not campaigns.is_mark_due(tx, self.campaign.id, seconds=MARK_SECONDS):
+                return
             take_time(tx)
             has, missing = self.stores.primary.progress(tx, self.old, self.new)
-            campaigns.mark(tx, self.campaign.id, has, has + missing, seconds=MARK_SECONDS)
+            campaigns.mark(tx, self.campaign.id, has, has + missing)
 
 
 def described(ctx: Context, target_table: str | None = None) -> Sequence[Campaign]:

@@ -149,6 +149,11 @@ class Stage:
         cursor = self._connection.execute(query, values or None)
         return cursor.fetchall() if cursor.description else []
 
+    def rows_by(self, query: str, *values: object) -> None:
+        """Tell Postgres something over a connection of its own, as another thread must."""
+        with psycopg.connect(self.environ["DATABASE_URL"], autocommit=True) as connection:
+            connection.execute(query, values)
+
     def one(self, query: str, *values: object) -> Any:  # noqa: ANN401 - the query knows
         """Ask Postgres for one value."""
         [row] = self.rows(query, *values)

@@ -107,6 +107,27 @@ def test_what_is_urgent_goes_before_every_client(mill: Mill, submit: Submit) -> 
     assert order(mill) == "uaa"
 
 
+def test_what_has_time_goes_after_everybody_and_gives_way_after_each_slice(
+    mill: Mill, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding, "TURN_SECONDS", 60.0)
+    low = [f"later {number}" for number in range(20)]
+    later = mill.submit(*low, first=5000, client="reembed", priority=-10)
+    mill.submit("later still", first=6000, client="reembed", priority=-10)
+    submit("acme", 1, 1)
+    follow_bells(mill, most=2)
+    assert order(mill) == "aa"
+
+    with mill.draining(later) as bell:
+        mill.fake.wait_for(lambda fake: len(fake.calls) >= 3)
+        submit("bob", 1)
+        bell.result()
+    follow_bells(mill)
+
+    assert "b" in order(mill)[2:6]
+    assert order(mill).count("l") == 6
+
+
 def test_what_is_no_bell_in_the_queue_keeps_nobody_from_submitting(
     mill: Mill, submit: Submit
 ) -> None:

@@ -135,10 +135,12 @@ def advance(tx: Tx, campaign_id: int, cursor: str | None, *, submitted: int, ski
     tx.execute(ADVANCE, values)
 
 
-# What was stored in the old version and the new one does not have, and nothing is on its way. The
-# text is that of the old version's item, as long as the queue has it.
+# What was stored in the old version of late and the new one holds of another text. Which of the two
+# is the newer the row itself tells.
 BEHIND = """
-SELECT v.target_id, q.text_content AS text
+SELECT v.id, v.target_id, encode(n.content_hash, 'hex') AS held,
+       CASE WHEN o.status IN ('pending', 'processing', 'failed')
+            THEN encode(o.content_hash, 'hex') END AS on_its_way
   FROM holdfast.vectors v
   LEFT JOIN holdfast.vectors n
     ON n.target_table = v.target_table AND n.target_id = v.target_id
@@ -146,38 +148,53 @@ SELECT v.target_id, q.text_content AS text
   LEFT JOIN public.embedding_retry_queue o
     ON o.target_table = v.target_table AND o.target_id = v.target_id
    AND o.embedding_version = %(to_version)s
-  LEFT JOIN public.embedding_retry_queue q
-    ON q.target_table = v.target_table AND q.target_id = v.target_id
-   AND q.embedding_version = %(from_version)s AND q.content_hash = v.content_hash
  WHERE v.target_table = %(target_table)s AND v.embedding_version = %(from_version)s
-   AND v.deleted_at IS NULL AND v.stored_at >= %(since)s
+   AND v.deleted_at IS NULL AND v.stored_at >= %(since)s AND v.id > %(after)s
    AND n.content_hash IS DISTINCT FROM v.content_hash
-   AND (o.id IS NULL OR o.content_hash <> v.content_hash
-        OR o.status NOT IN ('pending', 'processing', 'failed'))
- ORDER BY v.stored_at
+ ORDER BY v.id
  LIMIT %(limit)s
 """
-NOW = "SELECT now() - interval '10 minutes' AS at"
+BEFORE = "SELECT now() - interval '10 minutes' AS at"
 CAUGHT_UP = "UPDATE holdfast.campaigns SET caught_up_to = %(at)s WHERE id = %(id)s"
 
 
-def behind(tx: Tx, campaign: Campaign, *, limit: int) -> dict[str, str | None]:
-    """Return rows whose newest text only the old version has, with that text where it is known.
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A row of which the new version may lack the newest text."""
 
-    None left: what was looked at is not looked at again.
-    """
-    before = tx.execute(NOW).fetchone()
+    id: int
+    target_id: str
+    held: str | None
+    """The hash of the text that the new version holds."""
+    on_its_way: str | None
+    """That of the text which an item brings it, or could not."""
+
+
+def behind(tx: Tx, campaign: Campaign, *, after: int, limit: int) -> list[Behind]:
+    """Return rows that daily work has stored in the old version of late, in the ledger's order."""
     values = {
         "target_table": campaign.target_table,
         "from_version": campaign.from_version,
         "to_version": campaign.to_version,
         "since": campaign.caught_up_to,
+        "after": after,
         "limit": limit,
     }
-    found = {str(row["target_id"]): row["text"] for row in tx.execute(BEHIND, values)}
-    if not found and before:
-        tx.execute(CAUGHT_UP, {"id": campaign.id, "at": before["at"]})
-    return found
+    with tx.cursor(row_factory=class_row(Behind)) as cursor:
+        return cursor.execute(BEHIND, values).fetchall()
+
+
+def before(tx: Tx) -> datetime:
+    """Return a time before which no transaction that is still open can have begun."""
+    row = tx.execute(BEFORE).fetchone()
+    assert row is not None  # noqa: S101 - it has no FROM
+    at: datetime = row["at"]
+    return at
+
+
+def caught_up(tx: Tx, campaign: Campaign, at: datetime) -> None:
+    """Note that what was stored before this need not be looked at again."""
+    tx.execute(CAUGHT_UP, {"id": campaign.id, "at": at})
 
 
 UNSETTLED = """
@@ -288,15 +305,14 @@ def finish(tx: Tx, campaign: Campaign) -> None:
     tx.execute(FINISH, {"id": campaign.id})
 
 
-MARK = """
-INSERT INTO holdfast.campaign_marks (campaign_id, has, wants)
-SELECT %(id)s, %(has)s, %(wants)s
- WHERE NOT EXISTS (SELECT FROM holdfast.campaign_marks
+IS_MARK_DUE = """
+SELECT NOT EXISTS (SELECT FROM holdfast.campaign_marks
                     WHERE campaign_id = %(id)s
-                      AND (at > now() - make_interval(secs => %(seconds)s)
-                           OR (at = (SELECT max(at) FROM holdfast.campaign_marks
-                                      WHERE campaign_id = %(id)s)
-                               AND has = %(has)s AND wants = %(wants)s)))
+                      AND at > now() - make_interval(secs => %(seconds)s)) AS is_due
+"""
+MARK = """
+INSERT INTO holdfast.campaign_marks (campaign_id, has, wants) VALUES (%(id)s, %(has)s, %(wants)s)
+    ON CONFLICT DO NOTHING
 """
 MARKS = """
 SELECT extract(epoch FROM at - (SELECT started_at FROM holdfast.campaigns WHERE id = %(id)s))
@@ -314,9 +330,15 @@ class Mark:
     wants: int
 
 
-def mark(tx: Tx, campaign_id: int, has: int, wants: int, *, seconds: float) -> None:
-    """Keep how far a campaign is, unless that was done less than `seconds` ago."""
-    tx.execute(MARK, {"id": campaign_id, "has": has, "wants": wants, "seconds": seconds})
+def is_mark_due(tx: Tx, campaign_id: int, *, seconds: float) -> bool:
+    """Whether how far a campaign is was last kept so long ago."""
+    row = tx.execute(IS_MARK_DUE, {"id": campaign_id, "seconds": seconds}).fetchone()
+    return bool(row and row["is_due"])
+
+
+def mark(tx: Tx, campaign_id: int, has: int, wants: int) -> None:
+    """Keep how far a campaign is now."""
+    tx.execute(MARK, {"id": campaign_id, "has": has, "wants": wants})
 
 
 def marks(tx: Tx, campaign_id: int) -> list[Mark]:
