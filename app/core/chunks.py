@@ -1,6 +1,7 @@
 """A record's text into chunks: our sizes, a library's sense for where sentences end."""
 
 import re
+from collections.abc import Iterator
 from functools import cache
 
 from semantic_text_splitter import TextSplitter
@@ -16,9 +17,13 @@ CJK = re.compile(
 )
 
 
+WINDOW_CHARACTERS = 8192
+"""What the splitter sees at a time: its work grows with the square of a run without a break."""
+
+
 def tokens(text: str) -> int:
     """Estimate how many tokens a text has, by its characters."""
-    dense = len(CJK.findall(text))
+    dense = 0 if text.isascii() else len(CJK.findall(text))
     return dense + -(-(len(text) - dense) // LATIN_CHARACTERS)
 
 
@@ -29,7 +34,18 @@ def split(text: str) -> list[str]:
     than CHUNK_TOKENS; it ends, where it can, with a paragraph or a sentence, and never within a
     character.
     """
-    return [chunk for chunk in _splitter().chunks(text) if chunk.strip()]
+    return [chunk for chunk in _windowed(text) if chunk.strip()]
+
+
+def _windowed(text: str) -> Iterator[str]:
+    # The last chunk of a window was cut by the window's end: it is where the next one begins.
+    start = 0
+    while len(text) - start > WINDOW_CHARACTERS:
+        *whole, (last, _) = _splitter().chunk_indices(text[start : start + WINDOW_CHARACTERS])
+        for _, chunk in whole:
+            yield chunk
+        start += last
+    yield from _splitter().chunks(text[start:])
 
 
 @cache

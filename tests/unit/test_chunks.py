@@ -5,8 +5,9 @@ import unicodedata
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from semantic_text_splitter import TextSplitter
 
-from app.core.chunks import CHUNK_TOKENS, split, tokens
+from app.core.chunks import CHUNK_TOKENS, OVERLAP_TOKENS, WINDOW_CHARACTERS, split, tokens
 
 LATIN = "The wire bonder lost its vacuum at 10:45, and the lot was put on hold. " * 200
 CHINESE = "焊线机在上午失去真空。操作员手动重启了它，批次继续进行。" * 100  # noqa: RUF001
@@ -84,7 +85,32 @@ def test_only_space_has_no_chunks(text: str) -> None:
     assert split(text) == []
 
 
-def test_three_megabytes_are_split() -> None:
-    chunks = split(LATIN * 220)
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(" ".join(f"Lot {n} is on hold." for n in range(140_000)), id="sentences"),
+        pytest.param("".join(f"{n:x}g" for n in range(500_000)), id="one word"),
+        pytest.param("".join(chr(0x4E00 + n * n % 20011) for n in range(200_000)), id="CJK"),
+    ],
+)
+def test_a_long_document_is_split(text: str) -> None:
+    chunks = split(text)
 
-    assert sum(map(len, chunks)) >= 3_000_000
+    assert uncovered(text, chunks).strip() == ""
+    assert all(tokens(chunk) <= CHUNK_TOKENS for chunk in chunks)
+    assert len(chunks) < 1.3 * tokens(text) / (CHUNK_TOKENS - OVERLAP_TOKENS)
+
+
+def test_chunks_do_not_show_where_the_splitter_looked_up() -> None:
+    whole = TextSplitter.from_callback(tokens, CHUNK_TOKENS, overlap=OVERLAP_TOKENS, trim=False)
+    document = "\n\n".join(f"{number}. {LATIN[: 700 + number]}" for number in range(60))
+
+    assert len(document) > 4 * WINDOW_CHARACTERS
+    assert split(document) == whole.chunks(document)
+
+
+def test_no_character_is_cut_where_the_splitter_looks_up() -> None:
+    for shift in range(9):
+        chunks = split("x" * shift + "👩\u200d🔧" * 9000)
+
+        assert all(chunk[0] in "x👩" and chunk[-1] in "x🔧" for chunk in chunks)
