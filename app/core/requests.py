@@ -4,13 +4,13 @@ import hashlib
 import math
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from app.core.domains import PROFILES, Profile
 from app.core.errors import FAULTS_SHOWN, Fault, InvalidRequest, TooLarge
@@ -24,6 +24,8 @@ INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 INTEGER_BITS = {"bigint": 63, "integer": 31, "smallint": 15}
 ID_CHARACTERS = 512
 CID_CHARACTERS = 64
+SOURCE_BYTES, INGEST_ID_BYTES = 1536, 768
+"""Both stand in one key of an index, of which a row has 2,704 bytes."""
 FIELD_CHARACTERS = 60
 """As much of an unknown field's name as is told."""
 
@@ -31,6 +33,16 @@ Shape = TypeVar("Shape", bound=BaseModel)
 Named = TypeVar("Named")
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+def _of_at_most(most: int) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if len(text.encode()) > most:
+            message = "takes more than {most} bytes in UTF-8"
+            raise PydanticCustomError("too_many_bytes", message, {"most": most})
+        return text
+
+    return check
 
 
 class EmbeddingItem(BaseModel):
@@ -78,8 +90,12 @@ class Ingest(BaseModel):
     model_config = _STRICT
 
     project: Annotated[str, Field(min_length=1, pattern=PROJECT)]
-    source: Annotated[str, Field(min_length=1, max_length=512, pattern=NO_NUL)]
-    ingest_id: Annotated[str, Field(min_length=1, max_length=256, pattern=NO_NUL)]
+    source: Annotated[
+        str, Field(min_length=1, pattern=NO_NUL), AfterValidator(_of_at_most(SOURCE_BYTES))
+    ]
+    ingest_id: Annotated[
+        str, Field(min_length=1, pattern=NO_NUL), AfterValidator(_of_at_most(INGEST_ID_BYTES))
+    ]
     records: list[Any]
 
 
@@ -198,6 +214,8 @@ def _said(field: str | None, found: ErrorDetails) -> tuple[str, str]:
         return "unknown_field", "the name of a field holds half of a surrogate pair"
     if field == "target_id" and found["type"] == "string_type":
         return "wrong_type", "must be a string or an integer"
+    if found["type"] == "too_many_bytes":
+        return "too_long", found["msg"]
     return _CODES.get(found["type"], ("invalid", found["msg"]))
 
 

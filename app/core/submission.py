@@ -159,9 +159,11 @@ def ingest(
             if earlier:
                 return earlier
         with connection.transaction():
-            gone = memory.replace(connection, document)
-            items.withdraw(connection, MEMORY_TARGET, gone, keeps_rows=False)
-            checked.more = {"chunks": len(chunks), "removed": len(gone)}
+            rows = memory.replace(connection, document)
+            # A new row has no vector: what is known of its id is of a row that somebody deleted.
+            stale = [*rows.gone, *rows.new]
+            items.withdraw(connection, MEMORY_TARGET, stale, keeps_rows=False)
+            checked.more = {"chunks": len(chunks), "removed": len(rows.gone)}
             stored = _merge(ctx, connection, caller, Incoming(options, ()), checked, key)
     _announce(ctx, stored)
     return stored.submitted

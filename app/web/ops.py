@@ -5,8 +5,16 @@ from typing import cast
 from flask import Blueprint, Response, current_app, g, request
 
 from app.core import checks, coverage
+from app.core.chunks import CHUNK_TOKENS
 from app.core.context import Context
-from app.core.requests import CID_CHARACTERS, ID_CHARACTERS, METADATA_BYTES, METADATA_LEVELS
+from app.core.requests import (
+    CID_CHARACTERS,
+    ID_CHARACTERS,
+    INGEST_ID_BYTES,
+    METADATA_BYTES,
+    METADATA_LEVELS,
+    SOURCE_BYTES,
+)
 from app.core.trace import SYNC_BYTES
 from app.web import body
 from app.web.auth import needs
@@ -85,6 +93,9 @@ def limits() -> Response:
             "container_id_characters": CID_CHARACTERS,
             "small_body_bytes": body.SMALL_BODY_BYTES,
             "target_id_characters": ID_CHARACTERS,
+            "source_bytes": SOURCE_BYTES,
+            "ingest_id_bytes": INGEST_ID_BYTES,
+            "chunk_tokens": CHUNK_TOKENS,
             "metadata_bytes": METADATA_BYTES,
             "metadata_levels": METADATA_LEVELS,
             "custom_id_characters": 128,

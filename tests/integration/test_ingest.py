@@ -1,5 +1,6 @@
 """POST /memory/ingest: documents in, chunks out, and the newest document holds entirely."""
 
+import random
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -185,6 +186,46 @@ def test_ids_that_differ_by_case_or_spaces_only_are_different(memory: Ground) ->
     assert counted[0]["n"] == 2 * len(names)
 
 
+def test_the_longest_names_that_are_allowed_are_stored(memory: Ground) -> None:
+    limits = memory.door("one", "read").get("/api/limits").json
+    draw = random.Random(1)  # noqa: S311 - no secret
+
+    def name(size: int) -> str:
+        # Of four bytes each and in no order, so that an index cannot compress them.
+        return "".join(chr(draw.randrange(0x20000, 0x2A000)) for _ in range(size // 4))
+
+    names = {
+        "project": "p" * 64,
+        "source": name(limits["source_bytes"]),
+        "ingest_id": name(limits["ingest_id_bytes"]),
+    }
+
+    answer = memory.door("c" * 128, "submit").send(
+        "/memory/ingest", {**names, "records": [{"text": "text"}]}
+    )
+    assert answer.status == 202
+    assert len(chunks(memory, ingest_id=names["ingest_id"])) == 1
+
+
+def test_rows_that_were_deleted_by_hand_get_their_vectors_back(
+    memory: Ground, backend: Fake
+) -> None:
+    door, shelf = memory.door(), Shelf()
+    memory.work(ingest(door, "one", "two").job_id)
+    follow(memory, shelf)
+    memory.rows("DELETE FROM holdfast.memory_chunks WHERE text = 'one'")
+    before = len(backend.arrivals["two"])
+
+    again = ingest(door, "one", "two")
+    memory.work(again.job_id)
+    follow(memory, shelf)
+
+    assert (again.json["accepted"], again.json["duplicates"]) == (1, 1)
+    assert all(row["vector"] for row in chunks(memory))
+    assert sorted(filter(None, shelf.texts().values())) == ["one", "two"]
+    assert len(backend.arrivals["two"]) == before
+
+
 def test_of_two_at_the_same_time_one_holds_entirely(memory: Ground) -> None:
     door = memory.door("acme", "submit", "read")
     texts = [[f"{who} {number}" for number in range(300)] for who in ("first", "second")]
@@ -243,6 +284,9 @@ def test_a_key_repeats_the_answer_and_refuses_another_body(memory: Ground) -> No
         ({"project": "a b"}, None, "project", "wrong_form"),
         ({"source": ""}, None, "source", "too_short"),
         ({"ingest_id": "a\0"}, None, "ingest_id", "wrong_form"),
+        ({"source": "s" * 1537}, None, "source", "too_long"),
+        ({"source": "\U0001f525" * 385}, None, "source", "too_long"),
+        ({"ingest_id": "i" * 769}, None, "ingest_id", "too_long"),
         ({"ingest_id": 1}, None, "ingest_id", "wrong_type"),
         ({"priority": 1}, None, "priority", "unknown_field"),
     ],

@@ -79,13 +79,22 @@ SELECT i.id, %(client)s, %(project)s, %(source)s, %(ingest_id)s, i.record, i.chu
    SET text = excluded.text, metadata = excluded.metadata, updated_at = now()
  WHERE m.text <> excluded.text
     OR m.metadata::text IS DISTINCT FROM excluded.metadata::text
+RETURNING m.id::text AS id, m.xmax = 0 AS is_new
 """
 
 
-def replace(tx: Tx, document: Document) -> Sequence[str]:
-    """Let a document consist of the collected chunks; return the ids of those that are gone."""
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """The ids of rows that went, and of rows that were not there before."""
+
+    gone: Sequence[str]
+    new: Sequence[str]
+
+
+def replace(tx: Tx, document: Document) -> Replaced:
+    """Let a document consist of the collected chunks."""
     values = asdict(document)
     tx.execute(LOCK, values)
     gone = [str(row["id"]) for row in tx.execute(REMOVE_GONE, values)]
-    tx.execute(REPLACE, values)
-    return gone
+    written = tx.execute(REPLACE, values).fetchall()
+    return Replaced(gone, [str(row["id"]) for row in written if row["is_new"]])
