@@ -44,7 +44,7 @@ from app.core.requests import (
     check_record,
     targets_by_name,
 )
-from app.core.store import fleet, items, jobs, memory, targets, traces
+from app.core.store import fleet, items, jobs, memory, targets, traces, vectors
 from app.core.store.database import Tx, take_time
 from app.core.store.jobs import IdempotencyKey, NewJob
 from app.core.store.memory import Chunk, Document
@@ -165,6 +165,7 @@ def ingest(
             items.withdraw(connection, MEMORY_TARGET, stale, keeps_rows=False)
             checked.more = {"chunks": len(chunks), "removed": len(rows.gone)}
             stored = _merge(ctx, connection, caller, Incoming(options, ()), checked, key)
+            vectors.redescribe(connection)
     _announce(ctx, stored)
     return stored.submitted
 

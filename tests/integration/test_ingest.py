@@ -226,6 +226,25 @@ def test_rows_that_were_deleted_by_hand_get_their_vectors_back(
     assert len(backend.arrivals["two"]) == before
 
 
+def test_other_metadata_reaches_every_store_and_embeds_nothing(
+    memory: Ground, backend: Fake
+) -> None:
+    door, shelf = memory.door(), Shelf()
+    memory.work(ingest(door, {"text": "same", "metadata": {"page": 1}}, "other").job_id)
+    follow(memory, shelf)
+    before, sent = len(backend.arrivals["same"]), len(shelf.sent)
+
+    answer = ingest(door, {"text": "same", "metadata": {"page": 2}}, "other")
+    follow(memory, shelf)
+
+    assert (answer.json["accepted"], answer.json["duplicates"]) == (0, 2)
+    assert [row["metadata"] for row in chunks(memory)] == [{"page": 2}, None]
+    [written] = [each for block in shelf.sent[sent:] for each in block]
+    assert (written.text, written.metadata) == ("same", {"page": 2})
+    assert written.vector is not None
+    assert len(backend.arrivals["same"]) == before
+
+
 def test_of_two_at_the_same_time_one_holds_entirely(memory: Ground) -> None:
     door = memory.door("acme", "submit", "read")
     texts = [[f"{who} {number}" for number in range(300)] for who in ("first", "second")]

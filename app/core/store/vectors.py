@@ -112,6 +112,40 @@ def remove(tx: Tx, keys: Sequence[Key]) -> int:
     return int(row["keys"]) if row else 0
 
 
+# Only what is done: an item that is in hand writes its own, under a number that it has already.
+REDESCRIBE = """
+WITH changed AS (
+    SELECT v.id, i.metadata
+      FROM pg_temp.incoming i
+      JOIN public.embedding_retry_queue q USING (target_table, target_id, embedding_version)
+      JOIN holdfast.vectors v USING (target_table, target_id, embedding_version)
+     WHERE q.status = 'done' AND v.deleted_at IS NULL AND v.content_hash = i.content_hash
+       AND v.metadata::text IS DISTINCT FROM i.metadata::text
+     ORDER BY target_table, target_id, embedding_version
+       FOR UPDATE OF v
+), described AS (
+    UPDATE holdfast.vectors v
+       SET metadata = c.metadata, version = nextval('holdfast.lease_tokens')
+      FROM changed c
+     WHERE v.id = c.id
+    RETURNING v.id, v.version
+)
+UPDATE holdfast.item_sinks s
+   SET version_wanted = d.version, status = 'pending', attempts = 0, next_attempt_at = now(),
+       error_class = NULL, last_error = NULL, updated_at = now()
+  FROM described d
+ WHERE s.vector_id = d.id
+"""
+
+
+def redescribe(tx: Tx) -> None:
+    """Send other metadata of the batch to the followers, where the text is stored already.
+
+    Nothing is embedded for it. Comes after the batch was merged, so that its items are locked.
+    """
+    tx.execute(REDESCRIBE)
+
+
 # ---- followers -----------------------------------------------------------------------------------
 
 # A row that was claimed as often as an item may be and never settled: its writer dies of it.
