@@ -5,7 +5,7 @@ from typing import Any, LiteralString
 
 import pytest
 
-from app.core.store import fleet, items, jobs
+from app.core.store import fleet, items, jobs, vectors
 from app.core.store.database import Database, Tx
 from tests import rows
 from tests.rows import MODEL
@@ -68,6 +68,7 @@ STATEMENTS: dict[str, tuple[LiteralString, dict[str, object]]] = {
     "hold": (items.HOLD, {"ids": IDS, "token": 1009}),
     "still ours": (items.STILL_OURS, {"ids": IDS, "token": 1009}),
     "settle": (items.SETTLE, SETTLE),
+    "record": (vectors.RECORD, {"ids": IDS, "tokens": IDS, "digest": None, "followers": []}),
     "recover expired": (items.LOCK_DEAD, {"leased_by": None, "limit": 1000}),
     "recover dead": (items.LOCK_DEAD, {"leased_by": "emb-9-1", "limit": 1000}),
     "next due": (items.NEXT_DUE, JOB),
@@ -171,6 +172,19 @@ def test_each_finds_its_rows_by_the_index_that_was_made_for_it(
     plan = plan_of(tx, *STATEMENTS[name])
 
     assert index in {step.get("Index Name") for step in plan}
+
+
+@pytest.mark.parametrize("name", ["claim", "claim alone", "hold", "settle", "record", "other jobs"])
+def test_a_slice_reads_no_more_than_its_own_rows_where_there_are_no_statistics_yet(
+    database: Database, name: str
+) -> None:
+    with database.session() as tx, tx.transaction(force_rollback=True):
+        tx.execute("DELETE FROM pg_statistic WHERE starelid > 16383")
+        plan = plan_of(tx, *STATEMENTS[name])
+
+    used = {step.get("Index Name") for step in plan}
+    assert "job_items_pkey" not in used  # which is all that a job has
+    assert not {step["Relation Name"] for step in plan if step["Node Type"] == "Seq Scan"} & BIG
 
 
 def test_a_claim_needs_no_sort(tx: Tx) -> None:

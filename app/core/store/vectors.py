@@ -17,15 +17,18 @@ from app.core.model import Done, Settlement, Skipped, Target
 from app.core.ports import HeldDocument
 from app.core.store.database import Tx
 
-# `updated_at = now()`: only what this transaction has settled itself.
+# `updated_at = now()`: only what this transaction has settled itself. OFFSET 0: by the item alone;
+# a planner without statistics, as after a large POST, would read the links of its whole job too.
 RECORD = """
 WITH stored AS (
     INSERT INTO holdfast.vectors AS v
            (target_table, target_id, embedding_version, model, model_digest, content_hash,
             metadata, version)
     SELECT q.target_table, q.target_id, q.embedding_version, q.model, %(digest)s, q.content_hash,
-           (SELECT i.metadata FROM holdfast.job_items i
-             WHERE i.item_id = q.id AND i.job_id = q.job_id ORDER BY i.position DESC LIMIT 1),
+           (SELECT i.metadata
+              FROM (SELECT job_id, position, metadata FROM holdfast.job_items
+                     WHERE item_id = q.id OFFSET 0) AS i
+             WHERE i.job_id = q.job_id ORDER BY i.position DESC LIMIT 1),
            o.token
       FROM unnest(%(ids)s::bigint[], %(tokens)s::bigint[]) AS o(id, token)
       JOIN public.embedding_retry_queue q ON q.id = o.id
