@@ -3,9 +3,11 @@
 import argparse
 import logging
 import re
+import struct
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -23,6 +25,7 @@ from tests.api import (  # noqa: F401 - fixtures among them
 )
 from tests.drains import Mill, open_mill
 from tests.fakes import Fake, Reply
+from tests.processes import wait_for
 from worker import upkeep
 from worker.admin import run
 from worker.sweep import alerts, cleanup
@@ -155,10 +158,92 @@ def test_who_keeps_vacuum_from_its_work_is_named(
 
     [warning] = said(caplog)
     assert name in warning
-    assert "SELECT" not in warning
+    assert "count(*)" not in warning
+    wanted = "ROLLBACK PREPARED 'report'" if how == "prepared" else "SELECT pg_terminate_backend("
+    assert wanted in warning
     alerts.run_once(mill.ctx)
     with mill.ctx.database.transaction() as tx:
         assert [each for each in fleet.alerts(tx) if each.name == "old_snapshot"] == []
+
+
+def test_a_standby_that_went_and_left_its_slot_is_named(
+    open_one: OpenMill, caplog: pytest.LogCaptureFixture
+) -> None:
+    mill = open_one(ALERT_SNAPSHOT_SECONDS="1")
+    with psycopg.connect(mill.settings.database_url, autocommit=True) as tx:
+        tx.execute("SELECT pg_create_physical_replication_slot('gone_standby', true)")
+        try:
+            with standbys_allowed(tx):
+                hold_slot(mill.settings.database_url, "gone_standby")
+            wait_for(lambda: slot_xmin(tx) is not None)
+            mill.rows("SELECT pg_sleep(1.1)")
+            alerts.run_once(mill.ctx)
+        finally:
+            wait_for(lambda: dropped(tx))
+
+    [warning] = said(caplog)
+    assert warning.startswith("replication slot 'gone_standby' has held a snapshot for ")
+    assert "SELECT pg_drop_replication_slot('gone_standby')" in warning
+    assert alerts.run_once(mill.ctx)["alert_over"] == 1
+
+
+@contextmanager
+def standbys_allowed(tx: "psycopg.Connection[tuple[Any, ...]]") -> Generator[None]:
+    """Let standbys connect to this Postgres, which has none."""
+    [(path,)] = tx.execute("SHOW hba_file").fetchall()
+    access = Path(path)
+    before = access.read_text("ascii")
+    access.write_text(before + before.replace(" all ", " replication ", 1), "ascii")
+    tx.execute("SELECT pg_reload_conf()")
+    try:
+        yield
+    finally:
+        access.write_text(before, "ascii")
+        tx.execute("SELECT pg_reload_conf()")
+
+
+def slot_xmin(tx: "psycopg.Connection[tuple[Any, ...]]") -> object:
+    row = tx.execute(
+        "SELECT xmin FROM pg_replication_slots WHERE slot_name = 'gone_standby' AND NOT active"
+    ).fetchone()
+    return row and row[0]
+
+
+def dropped(tx: "psycopg.Connection[tuple[Any, ...]]") -> bool:
+    with suppress(psycopg.errors.ObjectInUse):
+        tx.execute("SELECT pg_drop_replication_slot('gone_standby')")
+        return True
+    return False
+
+
+def connected(url: str) -> "psycopg.pq.abc.PGconn | None":
+    found = psycopg.pq.PGconn.connect(url.encode())
+    return found if found.status == psycopg.pq.ConnStatus.OK else None
+
+
+def hold_slot(url: str, slot: str) -> None:
+    """Say what a standby with hot_standby_feedback says, and go."""
+    with psycopg.connect(url, autocommit=True) as tx:
+        row = tx.execute(
+            "SELECT pg_current_wal_flush_lsn(), pg_snapshot_xmin(pg_current_snapshot())"
+        ).fetchone()
+    assert row
+    position, oldest = str(row[0]), int(str(row[1]))
+    standby = wait_for(lambda: connected(f"{url}?replication=true"))
+    assert standby
+    started = standby.exec_(f"START_REPLICATION SLOT {slot} PHYSICAL {position}".encode())
+    assert started.status == psycopg.pq.ExecStatus.COPY_BOTH, started.error_message
+    epoch = oldest >> 32
+    standby.put_copy_data(b"h" + struct.pack("!qIIII", 0, oldest & 0xFFFFFFFF, epoch, 0, 0))
+    standby.flush()
+    with psycopg.connect(url, autocommit=True) as tx:
+        wait_for(
+            lambda: tx.execute(
+                "SELECT xmin FROM pg_replication_slots WHERE slot_name = %s AND xmin IS NOT NULL",
+                [slot],
+            ).fetchone()
+        )
+    standby.finish()
 
 
 def metric_names(text: str) -> set[str]:

@@ -47,7 +47,7 @@ def _looked_at(ctx: Context, tx: Tx) -> dict[str, str | None]:
         )
     if snapshot and snapshot.seconds >= settings.alert_snapshot_seconds:
         found["old_snapshot"] = (
-            f"{snapshot.holder} has held a transaction open for {snapshot.seconds:.0f} s: until it"
-            " ends, no dead row of the queue can be cleaned away"
+            f"{snapshot.holder} has held a snapshot for {snapshot.seconds:.0f} s: no dead row of"
+            f" the queue can be cleaned away. If it is wanted no more: {snapshot.remedy}"
         )
     return found

@@ -568,21 +568,33 @@ def totals(tx: Tx) -> dict[str, float]:
     return {str(name): float(number or 0) for name, number in row.items()}
 
 
-# Whoever holds an old snapshot keeps dead rows from being cleaned away, in every table.
+# Whoever holds an old snapshot keeps dead rows from being cleaned away, in every table. Since when
+# a slot is left alone is told from Postgres 17 on; before, one far behind counts from the start.
 OLDEST_SNAPSHOT = """
-SELECT holder, seconds
+SELECT holder, seconds, remedy
   FROM (SELECT 'pid ' || pid || coalesce(' (' || nullif(application_name, '') || ')', '')
                    || ' of ' || coalesce(usename, 'nobody') AS holder,
-               extract(epoch FROM now() - xact_start)::float8 AS seconds
+               extract(epoch FROM now() - xact_start)::float8 AS seconds,
+               'SELECT pg_terminate_backend(' || pid || ')' AS remedy
           FROM pg_stat_activity
          WHERE xact_start IS NOT NULL AND datname = current_database()
            AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)
            AND pid <> pg_backend_pid()
          UNION ALL
         SELECT 'prepared transaction ' || quote_literal(gid),
-               extract(epoch FROM now() - prepared)::float8
+               extract(epoch FROM now() - prepared)::float8,
+               'ROLLBACK PREPARED ' || quote_literal(gid)
           FROM pg_prepared_xacts
-         WHERE database = current_database()) AS holders
+         WHERE database = current_database()
+         UNION ALL
+        SELECT 'replication slot ' || quote_literal(slot_name),
+               extract(epoch FROM now() - coalesce(
+                   (to_jsonb(s) ->> 'inactive_since')::timestamptz,
+                   CASE WHEN age(s.xmin) > 1000000 THEN pg_postmaster_start_time() END))::float8,
+               'SELECT pg_drop_replication_slot(' || quote_literal(slot_name) || ')'
+          FROM pg_replication_slots s
+         WHERE NOT s.active AND s.xmin IS NOT NULL) AS holders
+ WHERE seconds IS NOT NULL
  ORDER BY seconds DESC
  LIMIT 1
 """
@@ -590,10 +602,11 @@ SELECT holder, seconds
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Who holds the oldest transaction open, and for how long."""
+    """Who holds the oldest snapshot, for how long, and the statement that ends it."""
 
     holder: str
     seconds: float
+    remedy: str
 
 
 def oldest_snapshot(tx: Tx) -> Snapshot | None:
