@@ -51,6 +51,8 @@ class Call:
     content: bytes = b""
     content_type: str = "application/json"
     expected: frozenset[int] = frozenset()
+    wants_answer: bool = True
+    """False: a success is enough, whatever it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Http:
                 answer = _whole(response)
         except _EXCEPTIONS as exc:
             raise exception_fault(exc) from exc
-        return Answered(response.status_code, _decoded(answer))
+        return Answered(response.status_code, _decoded(answer) if call.wants_answer else {})
 
     def close(self) -> None:
         """Close the connections."""

@@ -124,6 +124,11 @@ class Settings:
         least=1,
         most=10**7,
     )
+    alert_webhook_url: str = setting(
+        "",
+        "Where a POST tells which alerts are on, at each change; empty: nobody is told.",
+        secret=True,
+    )
     coverage_seconds: float = setting(
         3600.0,
         "Seconds between two surveys of how much of each target has its vector.",
@@ -409,6 +414,8 @@ def _address_faults(settings: Settings) -> list[str]:
         else:
             faults += _url_faults(name.upper(), url, schemes)
     faults += _url_faults("EMBEDDER_URL", settings.embedder_url, ("http", "https"))
+    if settings.alert_webhook_url:
+        faults += _url_faults("ALERT_WEBHOOK_URL", settings.alert_webhook_url, ("http", "https"))
     return faults
 
 

@@ -21,6 +21,7 @@ from app.core.store.database import Tx, translated
 from worker.runtime import open_followers
 from worker.sweep import alerts, cleanup, leases, rings, unowned
 from worker.sweep.followers import Following
+from worker.sweep.hook import Hook
 from worker.sweep.surveys import Surveys
 
 log = logging.getLogger(__name__)
@@ -45,22 +46,24 @@ def run(settings: Settings) -> int:
     """Sweep until SIGTERM or SIGINT; two sweepers are harmless, one of them waits."""
     sinks = open_followers(settings)
     ctx = open_context(
-        settings, application="holdfast sweeper", most_connections=4 + 2 * len(sinks)
+        settings, application="holdfast sweeper", most_connections=5 + 2 * len(sinks)
     )
     primary = find("sinks", settings.primary_sink)()
     following = Following(ctx, primary, sinks)
     sweeper = Sweeper(ctx, versions.Stores(primary, sinks), following.counts)
-    surveys = Surveys(ctx, primary, sweeper.leads)
+    beside: list[Following | Surveys | Hook] = [following, Surveys(ctx, primary, sweeper.leads)]
+    if settings.alert_webhook_url:
+        beside.append(Hook(ctx, sweeper.leads))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, sweeper.stop)
     log.info("Sweeper starting", extra={"event": "worker_start", "worker": sweeper.name})
-    following.start()
-    surveys.start()
+    for each in beside:
+        each.start()
     try:
         sweeper.run()
     finally:
-        surveys.stop()
-        following.stop()
+        for each in reversed(beside):
+            each.stop()
         ctx.close()
     log.info("Sweeper stopped", extra={"event": "worker_stop", "worker": sweeper.name})
     return 0
