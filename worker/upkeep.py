@@ -151,6 +151,8 @@ CHANGES = {
     "cutover": Change("closing", ("running",), seconds=versions.CLOSE_SECONDS),
 }
 BAR_CHARACTERS = 40
+CLEANED_PER_SECOND = 5000
+"""Rows, beside two workers on the same two cores (`tests/bench/test_table.py`): a rough guide."""
 
 
 def reembed(ctx: Context, arguments: argparse.Namespace) -> int:
@@ -258,4 +260,7 @@ def clean_up(ctx: Context, arguments: argparse.Namespace) -> int:
         print(f"{number:,} {what.replace('_', ' ')} {verb}")
     if not found:
         print("nothing is past its time")
+    elif arguments.dry_run:
+        seconds = max(1, round(found.total() / CLEANED_PER_SECOND))
+        print(f"about {seconds:,} s, beside work that goes on")
     return 0

@@ -867,8 +867,11 @@ SELECT count(*) AS items
 """
 COUNT_OLD_FAILED = """
 SELECT count(*) AS items
-  FROM public.embedding_retry_queue
- WHERE status = 'failed' AND updated_at < now() - make_interval(days => %(days)s)
+  FROM public.embedding_retry_queue q
+ WHERE q.status = 'failed' AND q.updated_at < now() - make_interval(days => %(days)s)
+   AND NOT EXISTS (SELECT FROM holdfast.job_items i
+                     JOIN holdfast.jobs j ON j.id = i.job_id
+                    WHERE i.item_id = q.id AND j.finished_at IS NULL)
 """
 # An open job still counts on its items.
 PRUNE_FAILED = """
@@ -900,7 +903,7 @@ def old(tx: Tx, *, days: int) -> int:
 
 
 def old_failed(tx: Tx, *, days: int) -> int:
-    """Count failed items that have waited for so long."""
+    """Count what `prune_failed` would delete in all its blocks."""
     row = tx.execute(COUNT_OLD_FAILED, {"days": days}).fetchone()
     return int(row["items"]) if row else 0
 
