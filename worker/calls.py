@@ -80,7 +80,7 @@ class Calls:
     def __init__(self, horse: Horse, registered: Sequence[Target], pace: int) -> None:
         self.horse = horse
         self.ctx = horse.context
-        self.targets = _by_key(registered)
+        self.targets = self._by_key(registered)
         self.pace = pace
         """How many items the next slice should have."""
         self.is_spent = False
@@ -122,8 +122,12 @@ class Calls:
         key = (claim.target_table, claim.embedding_version)
         if key not in self.targets:  # registered since this bell began
             with self.ctx.database.transaction() as tx:
-                self.targets = _by_key(targets.registered(tx))
+                self.targets = self._by_key(targets.registered(tx))
         return self.targets[key]
+
+    def _by_key(self, registered: Sequence[Target]) -> dict[tuple[str, str], Target]:
+        known = [*targets.untargeted(registered, self.ctx.settings), *registered]
+        return {(each.target_table, each.embedding_version): each for each in known}
 
     def _calls(self, model: str, claims: Sequence[Claim]) -> Iterator[list[Claim]]:
         """Cut claims into calls that respect the limits on items and on estimated tokens."""
@@ -392,7 +396,3 @@ class _NoTimeLeft(HoldfastError):
 
 def _released(claims: Sequence[Claim]) -> Answer:
     return Answer(claims, (), BackendFault(ErrorClass.SLOW, _NoTimeLeft().message))
-
-
-def _by_key(registered: Sequence[Target]) -> dict[tuple[str, str], Target]:
-    return {(each.target_table, each.embedding_version): each for each in registered}

@@ -19,8 +19,10 @@ from app.core.errors import (
     WorkError,
 )
 from app.core.model import (
+    NO_TARGET,
     PAUSE_CAP_SECONDS,
     Claim,
+    Done,
     Failed,
     Job,
     JobState,
@@ -31,6 +33,7 @@ from app.core.model import (
     Target,
     backoff,
     decide,
+    place_of,
 )
 from app.core.ports import Write
 from app.core.store import campaigns, fleet, items, jobs, targets, vectors
@@ -47,6 +50,10 @@ TURN_SECONDS = 2.0
 BUSY_SECONDS = 10.0
 """How long a settle comes back for rows that somebody else has locked."""
 
+OPEN_RESULT_SECONDS = 7 * 86400.0
+"""How long vectors of an open job stay in Redis; when it is final they get their end."""
+
+REDIS_SECONDS = 30.0
 BUSY_PAUSE_SECONDS = 0.05
 BUSY_MESSAGE = "another transaction held the item or its row all the time"
 
@@ -236,6 +243,8 @@ class _Drain:
     # ---- settling ------------------------------------------------------------------------
 
     def _settle_or_pause(self, answer: Answer) -> None:
+        if answer.vectors:
+            answer = self._keep_results(answer)
         try:
             self._settle(answer)
         except _TargetFault as exc:
@@ -248,6 +257,29 @@ class _Drain:
             others = frozenset(each.item_id for each in answer.claims if each not in theirs)
             if others:
                 self._settle_or_pause(answer.only(others))
+
+    def _keep_results(self, answer: Answer) -> Answer:
+        """Store in Redis what goes to the job's result alone, before it is said to be done.
+
+        Where Redis has no room, or is away, these items wait, uncharged; returns the others.
+        """
+        kept: dict[str, dict[int, Sequence[float]]] = {}
+        ours: set[int] = set()
+        for claim, vector in zip(answer.claims, answer.vectors, strict=True):
+            if claim.target_table == NO_TARGET:
+                job_id, position = place_of(claim.target_id)
+                kept.setdefault(job_id, {})[position] = vector
+                ours.add(claim.item_id)
+        try:
+            for job_id, vectors_of_job in kept.items():
+                self.ctx.live.keep_vectors(job_id, vectors_of_job, ttl_seconds=OPEN_RESULT_SECONDS)
+        except BellsUnavailable as exc:
+            message = f"the result cannot be kept: {exc.message}"
+            fault = BackendFault(ErrorClass.BUSY, message, retry_after_seconds=REDIS_SECONDS)
+            self._settle(Answer(answer.only(frozenset(ours)).claims, (), fault))
+            others = frozenset(each.item_id for each in answer.claims) - ours
+            return answer.only(others)
+        return answer
 
     def _settle(self, answer: Answer) -> None:
         """Write the outcomes; come back for rows that others hold, and hold none meanwhile."""
@@ -295,6 +327,8 @@ class _Drain:
 
     def _write(self, tx: Tx, pairs: Sequence[tuple[Claim, Sequence[float]]]) -> list[Settlement]:
         target = self.calls.target(pairs[0][0])
+        if target.target_table == NO_TARGET:  # kept already
+            return [Settlement(claim, Done()) for claim, _ in pairs]
         writes = [Write(claim.target_id, vector) for claim, vector in pairs]
         try:
             written = self.horse.sink.write(tx, target, writes)

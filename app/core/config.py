@@ -138,6 +138,12 @@ class Settings:
     job_result_ttl_seconds: int = setting(
         86400, "Seconds that a finished embedding job's result can be read.", least=1, most=31536000
     )
+    embedding_result_bytes: int = setting(
+        512 * 2**20,
+        "Largest result of an embedding job in Redis: the vectors of items without a target.",
+        least=1024,
+        most=2**40,
+    )
     cleanup_done_days: int = setting(
         7,
         "Days that a finished item is kept; after that the same text is embedded anew.",

@@ -1,6 +1,8 @@
 """What lives in Redis with a TTL: job metadata, pages of results. Here our keys are built."""
 
-from collections.abc import Callable, Sequence
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -122,6 +124,52 @@ class Live:
             for block in _blocks(keys):
                 self._redis.unlink(*block)
 
+    # ---- vectors of items without a target -----------------------------------------------
+
+    def keep_vectors(
+        self, job_id: str, vectors: Mapping[int, Sequence[float]], *, ttl_seconds: float
+    ) -> None:
+        """Store vectors of a job by position, as float32; raises RedisFull, BellsUnavailable.
+
+        What is written together gets its end in the same step, so that no key is ever without one.
+        """
+        pages: dict[str, dict[int, bytes]] = {}
+        for position, vector in vectors.items():
+            pages.setdefault(_vectors_key(job_id, position), {})[position] = _packed(vector)
+        with translated(), self._redis.pipeline(transaction=True) as pipeline:
+            for key, fields in pages.items():
+                pipeline.hset(key, mapping=cast("dict[Any, Any]", fields))
+                pipeline.pexpire(key, max(1, int(ttl_seconds * 1000)))
+            pipeline.execute()
+
+    def vectors(self, job_id: str, positions: Sequence[int]) -> dict[int, list[float]]:
+        """Return the vectors of a job that are there, by position; raises BellsUnavailable."""
+        pages: dict[str, list[int]] = {}
+        for position in positions:
+            pages.setdefault(_vectors_key(job_id, position), []).append(position)
+        with translated(), self._redis.pipeline(transaction=False) as pipeline:
+            for key, asked in pages.items():
+                pipeline.hmget(key, [str(position) for position in asked])
+            answers: list[list[bytes | None]] = pipeline.execute()
+        return {
+            position: _unpacked(packed)
+            for asked, found in zip(pages.values(), answers, strict=True)
+            for position, packed in zip(asked, found, strict=True)
+            if packed is not None
+        }
+
+    def held_vectors(self, job_id: str, last_position: int) -> set[int]:
+        """Return the positions whose vectors are there; raises BellsUnavailable."""
+        with translated(), self._redis.pipeline(transaction=False) as pipeline:
+            for first in range(0, last_position + 1, VECTORS_A_KEY):
+                pipeline.hkeys(_vectors_key(job_id, first))
+            return {int(position) for page in pipeline.execute() for position in page}
+
+    def expire_vectors(self, job_id: str, last_position: int, *, ttl_seconds: float) -> None:
+        """Give the vectors of a job one common end; raises BellsUnavailable."""
+        firsts = range(0, last_position + 1, VECTORS_A_KEY)
+        self.expire_pages([_vectors_key(job_id, each) for each in firsts], ttl_seconds=ttl_seconds)
+
     def memory_share(self) -> float:
         """Return how full Redis is, of its maxmemory; 0 where none is set.
 
@@ -134,6 +182,7 @@ class Live:
 
 
 KEYS_AT_ONCE = 1000
+VECTORS_A_KEY = 1000
 
 
 def _blocks(keys: Sequence[str]) -> list[Sequence[str]]:
@@ -143,6 +192,26 @@ def _blocks(keys: Sequence[str]) -> list[Sequence[str]]:
 def page_key(job_id: str, run: int, domain: str, page: str) -> str:
     """Return the key of a page; `page` is its segment, the lease it was read under, its number."""
     return f"trace:job:{job_id}:{run}:result:{domain}:{page}"
+
+
+def _vectors_key(job_id: str, position: int) -> str:
+    return f"embedding:job:{job_id}:vectors:{position // VECTORS_A_KEY}"
+
+
+def _packed(vector: Sequence[float]) -> bytes:
+    """Pack a vector as float32, lowest byte first: a fifth of what it is as JSON."""
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _unpacked(packed: bytes) -> list[float]:
+    numbers = array("f")
+    numbers.frombytes(packed)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()
 
 
 def _meta_key(job_id: str) -> str:

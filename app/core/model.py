@@ -30,6 +30,9 @@ FLOAT32_MAX, FLOAT32_MIN = 3.4028234e38, 1.1754944e-38
 EMBEDDINGS = "embeddings"
 """The queue of embedding bells; a project's own is `embeddings-<project>`."""
 
+NO_TARGET = ""
+"""What stands for the target_table of an item whose vector goes to the job's result alone."""
+
 MEMORY_TARGET = "holdfast.memory_chunks"
 """The product's own target; its rows are written by ingests and by nobody else."""
 
@@ -125,6 +128,27 @@ class Target:
     def label(self) -> str:
         """How it is named where it is left alone for a time: table and version."""
         return f"{self.target_table} {self.embedding_version}"
+
+
+def untargeted(model: str, dimension: int, version: str) -> Target:
+    """Return what stands for the target of items that have none: the job's own result."""
+    return Target(
+        target_table=NO_TARGET,
+        embedding_version=version,
+        table_schema="",
+        table_name="",
+        id_column="",
+        id_type="text",
+        vector_column="",
+        dimension=dimension,
+        model=model,
+    )
+
+
+def place_of(target_id: str) -> tuple[str, int]:
+    """Return the job and the position that the key of an item without a target is made of."""
+    job_id, _, position = target_id.rpartition("/")
+    return job_id, int(position)
 
 
 @dataclass(frozen=True, slots=True)

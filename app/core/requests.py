@@ -5,8 +5,8 @@ import math
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar, cast
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -46,12 +46,12 @@ def _of_at_most(most: int) -> Callable[[str], str]:
 
 
 class EmbeddingItem(BaseModel):
-    """One text for one row of a registered target."""
+    """One text for one row of a registered target; or for the job's result, by a custom_id."""
 
     model_config = _STRICT
 
-    target_table: Annotated[str, Field(min_length=1, max_length=128)]
-    target_id: Annotated[str, Field(min_length=1, max_length=ID_CHARACTERS)] | int
+    target_table: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    target_id: Annotated[str, Field(min_length=1, max_length=ID_CHARACTERS)] | int | None = None
     text: str
     custom_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     metadata: dict[str, Any] | None = None
@@ -321,6 +321,10 @@ class Rules:
     max_text_bytes: int
     is_stream: bool = False
     is_by_operator: bool = False
+    job_id: str = ""
+    """Of the job to be: the keys of items without a target are made of it."""
+    untargeted: Mapping[str | None, Target] = field(default_factory=dict[str | None, Target])
+    """What stands for their target, by model; the usual model also by None."""
 
 
 def targets_by_name(registered: Sequence[Target]) -> dict[tuple[str, str | None], Target]:
@@ -338,21 +342,23 @@ def check_item(rules: Rules, index: int, value: Any) -> NewItem | list[Fault]:  
     try:
         item = EmbeddingItem.model_validate(value)
     except ValidationError as exc:
-        return faults_of(exc, index=index, is_line=rules.is_stream)
-    target_id = str(item.target_id)
-    target = _target(rules, item.target_table)
+        missing = [
+            _fault(index, name, "missing", "is missing", is_line=rules.is_stream)
+            for name in _missing_places(value)
+        ]
+        return missing + faults_of(exc, index=index, is_line=rules.is_stream)
     encoded = _encoded(item.text)
+    target_id, target, problems = _place(rules, index, item)
     problems = [
         *_text_problems(item.text, encoded, rules.max_text_bytes),
-        *_target_problems(rules, item.target_table, target),
-        *_id_problems(target_id, item.custom_id, target),
+        *problems,
         *_metadata_problems(item.metadata),
     ]
     if problems or target is None or encoded is None:
         return [_fault(index, *problem, is_line=rules.is_stream) for problem in problems]
     return NewItem(
         position=index,
-        target_table=item.target_table,
+        target_table=target.target_table,
         target_id=target_id,
         embedding_version=target.embedding_version,
         model=target.model,
@@ -377,6 +383,51 @@ def check_record(index: int, value: Any, *, max_bytes: int) -> MemoryRecord | li
 
 
 _Problem = tuple[str, str, str]
+
+
+def _missing_places(value: Any) -> list[str]:  # noqa: ANN401
+    """Return what an item lacks to name a row, where it may not do without."""
+    if not isinstance(value, dict):
+        return []
+    named = cast("dict[str, Any]", value)
+    missing = [name for name in ("target_table", "target_id") if named.get(name) is None]
+    may_do_without = len(missing) == 2 and named.get("custom_id") is not None  # noqa: PLR2004
+    return [] if may_do_without else missing
+
+
+def _place(
+    rules: Rules, index: int, item: EmbeddingItem
+) -> tuple[str, Target | None, list[_Problem]]:
+    """Return where the vector of an item goes: id, target, and what is wrong with them."""
+    if item.target_table is None and item.target_id is None and item.custom_id is not None:
+        target_id = f"{rules.job_id}/{index}"
+        return target_id, *_untargeted(rules, target_id, item.custom_id)
+    if item.target_table is None or item.target_id is None:
+        message = "is missing; only an item with a custom_id may have no target"
+        missing = _missing_places(item.model_dump())
+        return "", None, [(name, "missing", message) for name in missing]
+    target_id = str(item.target_id)
+    target = _target(rules, item.target_table)
+    problems = [
+        *_target_problems(rules, item.target_table, target),
+        *_id_problems(target_id, item.custom_id, target),
+    ]
+    return target_id, target, problems
+
+
+def _untargeted(
+    rules: Rules, target_id: str, custom_id: str
+) -> tuple[Target | None, list[_Problem]]:
+    options = rules.options
+    target = rules.untargeted.get(options.model)
+    problems = _id_problems(target_id, custom_id, target)
+    if target is None:
+        message = "is not the usual model nor one of a registered target, so its size is not known"
+        problems.append(("model", "model_unknown", message))
+    elif options.embedding_version not in (None, target.embedding_version):
+        message = f"of an item without a target is {target.embedding_version}"
+        problems.append(("embedding_version", "version_unknown", message))
+    return target, problems
 
 
 def _target(rules: Rules, table: str) -> Target | None:

@@ -14,6 +14,8 @@ from app.core.store.database import Tx
 
 log = logging.getLogger(__name__)
 
+REDIS_AWAY = "Redis, where the vectors of the result are, cannot answer now"
+
 
 @dataclass(frozen=True, slots=True)
 class Why:
@@ -52,6 +54,7 @@ class _Revived:
 
 
 def _revive_items(ctx: Context, caller: Caller, job_id: str, why: Why) -> _Revived:
+    gone = _gone_vectors(ctx, caller, job_id)
     with ctx.database.transaction() as tx:
         jobs.lock(tx, job_id)
         job = _own(tx, caller, job_id)
@@ -59,16 +62,34 @@ def _revive_items(ctx: Context, caller: Caller, job_id: str, why: Why) -> _Reviv
             raise NothingToRequeue("the job is being cancelled: requeue it when it is final")
         followed = vectors.revive(tx, job_id)
         alive = fleet.alive(tx)
-        if followed and not job.counts.failed:  # the job stays final: a sink has nothing to embed
+        if (
+            followed and not job.counts.failed and not gone
+        ):  # the job stays final: a sink has nothing to embed
             _note(tx, caller, job_id, why, followed)
             return _Revived(job, followed, None, alive)
         jobs.reopen(tx, job_id)
-        count = items.revive(tx, job_id)
+        count = items.revive(tx, job_id) + items.revive_gone(tx, gone)
         if not count:
             raise NothingToRequeue
         _note(tx, caller, job_id, why, count + followed)
         bells = rings.wanted(ctx, count, alive, job.project)
         return _Revived(job, count + followed, jobs.take_rings(tx, job_id, bells), alive)
+
+
+def _gone_vectors(ctx: Context, caller: Caller, job_id: str) -> list[int]:
+    """Return the items of a final job without a target whose vectors are no longer in Redis."""
+    with ctx.database.transaction() as tx:
+        job = _own(tx, caller, job_id)
+        done = items.untargeted_done(tx, job_id) if job.state.is_final else {}
+    if not done:
+        return []
+    if job.is_expired:
+        return [*done.values()]
+    try:
+        kept = ctx.live.held_vectors(job_id, max(done))
+    except BellsUnavailable as exc:
+        raise StoreUnavailable(REDIS_AWAY) from exc
+    return [item_id for position, item_id in done.items() if position not in kept]
 
 
 def _revive_segments(ctx: Context, caller: Caller, job_id: str, why: Why) -> _Revived:

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from threading import Event
@@ -19,9 +20,10 @@ from app.core.errors import (
     JobNotFinished,
     JobNotFound,
     ResultExpired,
+    StoreUnavailable,
 )
 from app.core.live import FRESH_SECONDS, Meta
-from app.core.model import Caller, Job, Target
+from app.core.model import NO_TARGET, Caller, Job, Target
 from app.core.ports import PrimarySink
 from app.core.store import fleet, items, jobs, targets, traces, vectors
 from app.core.store.database import Tx
@@ -83,6 +85,10 @@ def finish(ctx: Context, job_id: str, *, ttl_seconds: int) -> Job | None:
     with ctx.database.transaction() as tx:
         job = jobs.finish(tx, job_id, ttl_seconds=ttl_seconds)
         view = _view(ctx, tx, job) if job else None
+        last = items.last_untargeted(tx, job_id) if job and job.kind == "embedding" else None
+    if last is not None:
+        with suppress(BellsUnavailable):  # then they end by themselves, some days later
+            ctx.live.expire_vectors(job_id, last, ttl_seconds=ttl_seconds)
     if view:
         _keep(ctx, view)
     return job
@@ -408,7 +414,9 @@ def list_items(ctx: Context, caller: Caller, job_id: str, wanted: ItemsWanted) -
     shown = [
         {
             **_item(row, history.get(row["item_id"], [])),
-            "sinks": {
+            "sinks": {}
+            if row["target_table"] == NO_TARGET
+            else {
                 ctx.settings.primary_sink: _primary(row, history.get(row["item_id"], [])),
                 **{each["sink"]: _follower(each) for each in followed.get(_ledger_key(row), [])},
             },
@@ -449,6 +457,7 @@ def _item(row: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "index": row["position"],
         **{name: row[name] for name in names},
+        **_target_of(row),
         "skip_reason": row["skip_reason"],
         "attempts": row["attempts"],
         "error_class": row["error_class"],
@@ -481,7 +490,8 @@ def result(
     with ctx.database.transaction() as tx:
         job = readable(tx, caller, job_id)
         after = items.position_before(tx, job_id, offset) if offset else -1
-        lines = _lines(tx, sink, job, after=after, limit=limit)
+        found = _found(tx, sink, job, after=after, limit=limit)
+    lines = _lines(ctx, job, found)
     return {
         "job_id": job.id,
         "state": job.state,
@@ -516,27 +526,60 @@ def _stream(ctx: Context, sink: PrimarySink, job: Job) -> Iterator[dict[str, Any
     while True:
         # A transaction a block: a slow reader holds nothing open.
         with ctx.database.transaction() as tx:
-            lines = _lines(tx, sink, job, after=after, limit=STREAM_BLOCK)
+            found = _found(tx, sink, job, after=after, limit=STREAM_BLOCK)
+        lines = _lines(ctx, job, found)
         for after, line in lines:  # noqa: B007 - the last position is where the next block begins
             yield line
         if len(lines) < STREAM_BLOCK:
             return
 
 
-def _lines(
-    tx: Tx, sink: PrimarySink, job: Job, *, after: int, limit: int
-) -> list[tuple[int, dict[str, Any]]]:
+_Vectors = dict[tuple[str, str, str], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Items of a result, and the vectors that the primary has of them."""
+
+    rows: list[dict[str, Any]]
+    vectors: _Vectors
+
+
+def _found(tx: Tx, sink: PrimarySink, job: Job, *, after: int, limit: int) -> _Found:
     rows = items.page(tx, job.id, after=after, limit=limit)
-    vectors = _vectors(tx, sink, rows) if job.return_vectors else {}
-    return [(row["position"], _line(row, vectors)) for row in rows]
+    return _Found(rows, _vectors(tx, sink, rows) if job.return_vectors else {})
 
 
-def _line(row: dict[str, Any], vectors: dict[tuple[str, str, str], list[float]]) -> dict[str, Any]:
+def _lines(ctx: Context, job: Job, found: _Found) -> list[tuple[int, dict[str, Any]]]:
+    """Return the lines of a result; raises ResultExpired where a vector is gone from Redis."""
+    vectors = found.vectors | _kept(ctx, job, found.rows)
+    return [(row["position"], _line(row, vectors)) for row in found.rows]
+
+
+def _kept(ctx: Context, job: Job, rows: list[dict[str, Any]]) -> _Vectors:
+    """Return the vectors of items without a target, which lie in Redis."""
+    wanted = {
+        row["position"]: _key(row)
+        for row in rows
+        if row["target_table"] == NO_TARGET and _outcome(row)[0] == "done"
+    }
+    if not wanted:
+        return {}
+    try:
+        kept = ctx.live.vectors(job.id, [*wanted])
+    except BellsUnavailable as exc:
+        message = "Redis, where the vectors of this result are, cannot answer now"
+        raise StoreUnavailable(message) from exc
+    if len(kept) < len(wanted):
+        raise ResultExpired("vectors of this result are gone from Redis: requeue the job")
+    return {key: kept[position] for position, key in wanted.items()}
+
+
+def _line(row: dict[str, Any], vectors: _Vectors) -> dict[str, Any]:
     outcome, error_class = _outcome(row)
     line = {
         "index": row["position"],
-        "target_table": row["target_table"],
-        "target_id": row["target_id"],
+        **_target_of(row),
         "custom_id": row["custom_id"],
         "outcome": outcome,
     }
@@ -562,10 +605,13 @@ def _key(row: dict[str, Any]) -> tuple[str, str, str]:
     return row["target_table"], row["embedding_version"], row["target_id"]
 
 
-def _vectors(
-    tx: Tx, sink: PrimarySink, rows: list[dict[str, Any]]
-) -> dict[tuple[str, str, str], list[float]]:
-    found: dict[tuple[str, str, str], list[float]] = {}
+def _target_of(row: dict[str, Any]) -> dict[str, str | None]:
+    has_none = row["target_table"] == NO_TARGET
+    return {name: None if has_none else row[name] for name in ("target_table", "target_id")}
+
+
+def _vectors(tx: Tx, sink: PrimarySink, rows: list[dict[str, Any]]) -> _Vectors:
+    found: _Vectors = {}
     for target in targets.registered(tx):
         ids = [row["target_id"] for row in rows if _belongs(row, target)]
         if ids:

@@ -22,11 +22,13 @@ from app.core.errors import (
     KeyInUse,
     KeyReused,
     StoreUnavailable,
+    TooLarge,
     TooManyQueued,
 )
 from app.core.model import (
     EMBEDDING_PREFIX,
     MEMORY_TARGET,
+    NO_TARGET,
     TRACE_PREFIX,
     Caller,
     Job,
@@ -53,6 +55,7 @@ from app.core.trace import pack_ids, segments
 log = logging.getLogger(__name__)
 
 COPY_BLOCK = 1000
+FLOAT_BYTES = 4
 REPEATED_BLOCK = 100_000
 """Each block of repeated ids costs a look at the whole batch."""
 TOO_MANY_RETRY_SECONDS = 60
@@ -100,11 +103,18 @@ class Submitted:
     answer: bytes
 
 
+def _new_job_id() -> str:
+    return f"{EMBEDDING_PREFIX}{secrets.token_hex(16)}"
+
+
 @dataclass(slots=True)
 class _Checked:
+    job_id: str = field(default_factory=_new_job_id)
     sent: int = 0
     rejected: int = 0
     text_bytes: int = 0
+    result_bytes: int = 0
+    """Of vectors that go to the job's result alone."""
     faults: list[Fault] = field(default_factory=list)
     more: dict[str, int] = field(default_factory=dict)
     """What the answer says besides, by name."""
@@ -262,20 +272,35 @@ def _collect(ctx: Context, connection: Tx, caller: Caller, incoming: Incoming) -
     No transaction stays open while a slow client sends, and no more than a block is in memory.
     """
     checked = _Checked()
+    registered = targets.registered(connection)
+    untargeted = targets.untargeted(registered, ctx.settings)
     rules = Rules(
-        targets=targets_by_name(targets.registered(connection)),
+        targets=targets_by_name(registered),
         options=incoming.options,
         client=caller.client,
         max_text_bytes=ctx.settings.max_text_bytes,
         is_stream=incoming.is_stream,
         is_by_operator=incoming.is_by_operator,
+        job_id=checked.job_id,
+        untargeted={None: untargeted[0], **{each.model: each for each in untargeted}},
     )
     items.begin_batch(connection)
     good = _good_items(rules, incoming.values, checked)
     while block := list(islice(good, COPY_BLOCK)):
         items.copy_in(connection, block)
+        _refuse_large_result(ctx, checked)
     _refuse_repeated(connection, incoming, checked)
     return checked
+
+
+def _refuse_large_result(ctx: Context, checked: _Checked) -> None:
+    most = ctx.settings.embedding_result_bytes
+    if checked.result_bytes > most:
+        message = (
+            "the vectors of items without a target would have more bytes than"
+            f" embedding_result_bytes = {most}: send them in smaller batches"
+        )
+        raise TooLarge(message)
 
 
 def _refuse_repeated(connection: Tx, incoming: Incoming, checked: _Checked) -> None:
@@ -294,6 +319,9 @@ def _good_items(rules: Rules, values: Iterable[Any], checked: _Checked) -> Itera
         item = [value] if isinstance(value, Fault) else check_item(rules, index, value)
         if isinstance(item, NewItem):
             checked.text_bytes += len(item.text.encode())
+            if item.target_table == NO_TARGET:
+                dimension = rules.untargeted[rules.options.model].dimension
+                checked.result_bytes += FLOAT_BYTES * dimension
             yield item
         else:
             checked.refuse(item)
@@ -330,7 +358,7 @@ def _merge(
     good = checked.sent - checked.rejected
     _refuse_too_many(ctx, tx, caller, jobs.OpenWork(good, checked.text_bytes))
     options = incoming.options
-    job_id = f"{EMBEDDING_PREFIX}{secrets.token_hex(16)}"
+    job_id = checked.job_id
     jobs.insert(
         tx, NewJob(job_id, caller.client, options.project, options.priority, options.return_vectors)
     )

@@ -88,6 +88,7 @@ def limits() -> Response:
             "trace_sync_bytes": SYNC_BYTES,
             "trace_max_queued": settings.trace_max_queued,
             "trace_result_bytes": settings.trace_result_bytes,
+            "embedding_result_bytes": settings.embedding_result_bytes,
             "trace_job_timeout_seconds": settings.trace_job_timeout_seconds,
             "trace_job_ttl_seconds": settings.trace_job_ttl_seconds,
             "container_id_characters": CID_CHARACTERS,

@@ -248,7 +248,7 @@ ITEMS: dict[str, tuple[object, list[tuple[str | None, str]]]] = {
     "half a target": ({**GOOD, "target_table": "\ud835"}, [("target_table", "wrong_form")]),
     "a target that is a number": ({**GOOD, "target_table": 1}, [("target_table", "wrong_type")]),
     # ids
-    "an id null": (item(None, "a"), [("target_id", "wrong_type")]),
+    "an id null": (item(None, "a"), [("target_id", "missing")]),
     "an id true": (item(True, "a"), [("target_id", "wrong_type")]),
     "an id that is a float": (item(1.0, "a"), [("target_id", "wrong_type")]),
     "an id in exponents": (item(1e3, "a"), [("target_id", "wrong_type")]),

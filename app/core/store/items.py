@@ -739,6 +739,58 @@ def page(
     return tx.execute(PAGE, values).fetchall()
 
 
+LAST_UNTARGETED = """
+SELECT i.position
+  FROM holdfast.job_items i
+  JOIN public.embedding_retry_queue q ON q.id = i.item_id
+ WHERE i.job_id = %(job_id)s AND q.target_table = ''
+ ORDER BY i.position DESC
+ LIMIT 1
+"""
+UNTARGETED_DONE = """
+SELECT i.position, q.id
+  FROM holdfast.job_items i
+  JOIN public.embedding_retry_queue q ON q.id = i.item_id
+ WHERE i.job_id = %(job_id)s AND q.target_table = '' AND q.status = 'done'
+ ORDER BY i.position
+"""
+
+
+def last_untargeted(tx: Tx, job_id: str) -> int | None:
+    """Return the last position of a job's items without a target; None where it has none."""
+    row = tx.execute(LAST_UNTARGETED, {"job_id": job_id}).fetchone()
+    return int(row["position"]) if row else None
+
+
+def untargeted_done(tx: Tx, job_id: str) -> dict[int, int]:
+    """Return the ids of a job's done items without a target, by position."""
+    rows = tx.execute(UNTARGETED_DONE, {"job_id": job_id})
+    return {int(row["position"]): int(row["id"]) for row in rows}
+
+
+# Two statements: a done item goes back only when it says why it is not what it was.
+NOTE_GONE = """
+UPDATE public.embedding_retry_queue
+   SET skip_reason = 'vector_lost', updated_at = now()
+ WHERE id = ANY(%(ids)s::bigint[]) AND status = 'done' AND skip_reason IS NULL
+"""
+REVIVE_GONE = """
+UPDATE public.embedding_retry_queue
+   SET status = 'pending', skip_reason = NULL, processed_at = NULL, max_attempts = NULL, kills = 0,
+       next_attempt_at = now(), updated_at = now()
+ WHERE id = ANY(%(ids)s::bigint[]) AND status = 'done' AND skip_reason = 'vector_lost'
+"""
+
+
+def revive_gone(tx: Tx, ids: Sequence[int]) -> int:
+    """Let done items be embedded again whose vectors are gone; return how many."""
+    if not ids:
+        return 0
+    values = {"ids": list(ids)}
+    tx.execute(NOTE_GONE, values)
+    return tx.execute(REVIVE_GONE, values).rowcount
+
+
 BEFORE_OFFSET = """
 SELECT max(position) AS position
   FROM (SELECT position FROM holdfast.job_items

@@ -1,10 +1,12 @@
 """Targets: the registered tables and columns that vectors may be written to."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from psycopg.rows import class_row
 
+from app.core import model
 from app.core.config import Settings, label_of
 from app.core.errors import Fault, InvalidRequest
 from app.core.model import Target
@@ -23,6 +25,21 @@ def registered(tx: Tx) -> list[Target]:
     """Return every registered target."""
     with tx.cursor(row_factory=class_row(Target)) as cursor:
         return cursor.execute(LIST).fetchall()
+
+
+def untargeted(known: Sequence[Target], settings: Settings) -> list[Target]:
+    """Return what stands for a target where an item has none: one for each model of known size.
+
+    The usual model comes first.
+    """
+    usual = model.untargeted(
+        settings.embedding_model, settings.embedding_dim, settings.version_label
+    )
+    found = {settings.embedding_model: usual}
+    for each in known:
+        label = label_of(each.model, each.dimension)
+        found.setdefault(each.model, model.untargeted(each.model, each.dimension, label))
+    return [*found.values()]
 
 
 # What the database says of a column: its table must exist, and the types must be ones we write.
