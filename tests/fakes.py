@@ -221,6 +221,8 @@ class Fake:
         self.seconds_per_item = seconds_per_item
         self.constant = constant
         self.keeps_bodies = keeps_bodies and not constant
+        self.digests: dict[str, str] = {}
+        """What `/api/tags` tells of each model; empty: there is no such route."""
         self.limits = Limits()
         self.rules: list[Rule] = []
         self.requests: list[Request] = []
@@ -376,10 +378,18 @@ class Fake:
         method, path, _ = start.split(" ", 2)
         if method == "POST" and path in INPUTS:
             self._embed(connection, *self._note(path, headers, body))
+        elif (method, path) == ("GET", "/api/tags") and self.digests:
+            connection.sendall(_answer(200, self._tags()))
         elif (method, path) == ("GET", "/log"):
             connection.sendall(_answer(200, orjson.dumps(self.log())))
         else:
             connection.sendall(_answer(404, b'{"error": "there is no such route"}'))
+
+    def _tags(self) -> bytes:
+        models = [
+            {"name": name, "model": name, "digest": digest} for name, digest in self.digests.items()
+        ]
+        return orjson.dumps({"models": models})
 
     def _embed(self, connection: socket.socket, request: Request, call: Call) -> None:
         try:

@@ -41,6 +41,8 @@ CONTRAST_TEXTS = ("The oven is cold.", "17 + 4 = 21")
 CANARY_COSINE = 0.98
 """Less than this is another model: what another machine or precision changes stays above 0.99."""
 
+DIGEST_SECONDS = 5.0
+
 SLICE_SECONDS = 2.5
 """How long a slice should take: long enough to be cheap, short enough to take turns and to stop."""
 
@@ -86,6 +88,7 @@ class Calls:
         self.is_spent = False
         """Whether no time is left in this bell for another call."""
         self.backends: dict[str, fleet.Backend] = {}
+        self.digests: dict[str, str] = {}
         self.loaded: set[str] = set()
         self.noted: set[str] = set()
         self.control: dict[str, WorkError | None] = {}
@@ -178,6 +181,7 @@ class Calls:
 
         Raises _NoTimeLeft where the call could outlive the bell.
         """
+        self._look_at_digest(model)
         self._check_canary(model)
         self.well.discard(model)
         known = self.backends.get(model)
@@ -211,6 +215,32 @@ class Calls:
         if are_alike(CONTRAST_TEXTS, self._ask_harmless(model, CONTRAST_TEXTS)):
             raise BackendFault(ErrorClass.BAD_ANSWER, "it gives every text the same vector")
         self.tells_apart.add(model)
+
+    def _look_at_digest(self, model: str) -> None:
+        """Ask what exactly is behind a model's name, where it may have changed since it was asked.
+
+        That it does not tell is no fault of a text and none of the backend.
+        """
+        ask = getattr(self.horse.embedder, "digest", None)  # a site's own need not have it
+        if ask is None or self._is_loaded(model):
+            return
+        try:
+            digest = ask(model, seconds=DIGEST_SECONDS)
+        except WorkError:
+            return
+        if digest is None:
+            return
+        with self.ctx.database.transaction() as tx:
+            before = fleet.note_digest(tx, self.horse.backend, model, digest)
+        self.digests[model] = digest
+        if before not in (None, digest):
+            facts = {"event": "model_changed", "backend": self.horse.backend, "model": model}
+            log.warning("what is behind the model's name has changed: %.19s", digest, extra=facts)
+
+    def digest(self, model: str) -> str | None:
+        """Return what exactly is behind a model's name, as far as it was told."""
+        known = self.backends.get(model)
+        return self.digests.get(model) or (known.digest if known else None)
 
     def _check_canary(self, model: str) -> None:
         """Raise BackendFault where the model is no longer the one that first answered to its name.

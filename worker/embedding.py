@@ -303,7 +303,8 @@ class _Drain:
                 self.calls.note_answer(tx, self.calls.model(answer.claims[0]))
             settled = items.settle(tx, outcomes, leased_by=self.horse.leased_by)
             followers = self.ctx.settings.followers
-            vectors.record(tx, outcomes, followers=followers, digest=None)
+            digest = self.calls.digest(self.calls.model(answer.claims[0]))
+            vectors.record(tx, outcomes, followers=followers, digest=digest)
             ids = [outcome.claim.item_id for outcome in outcomes]
             self.others |= items.other_jobs(tx, ids, job_id=self.job.id)
             if answer.vectors:

@@ -36,6 +36,13 @@ class Embedder(Protocol):
         """
         ...
 
+    def digest(self, model: str, *, seconds: float) -> str | None:
+        """Return what exactly is behind a model's name now; None where the backend does not tell.
+
+        Raises what `embed` raises.
+        """
+        ...
+
     def close(self) -> None:
         """Give back what it holds open."""
         ...

@@ -942,6 +942,28 @@ def test_a_job_without_work_for_a_model_does_not_try_it(own_mill: Mill, second_m
     assert own_mill.drain(paused) == {"done": 1}
 
 
+def test_what_exactly_was_behind_the_model_s_name_is_written_down_and_a_change_is_said(
+    own_mill: Mill, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = own_mill.settings.embedding_model
+    digests = "SELECT model_digest FROM holdfast.vectors ORDER BY target_id"
+    own_mill.drain(own_mill.submit("before it was told"))
+    own_mill.fake.digests = {"other": "sha256:0", model: "sha256:aaaa"}
+    own_mill.elapse(OUTAGE_SECONDS)
+    own_mill.drain(own_mill.submit("one", first=2))
+    own_mill.drain(own_mill.submit("two", first=3))
+    assert [row["model_digest"] for row in own_mill.rows(digests)] == [None, *["sha256:aaaa"] * 2]
+    assert "has changed" not in caplog.text
+
+    own_mill.fake.digests = {model: "sha256:bbbb"}
+    own_mill.elapse(OUTAGE_SECONDS)
+    own_mill.drain(own_mill.submit("three", first=4))
+
+    assert own_mill.rows(digests)[-1]["model_digest"] == "sha256:bbbb"
+    assert "has changed: sha256:bbbb" in caplog.text
+    assert own_mill.column(own_mill.submit("one", first=2), "status") == ["done"]
+
+
 # ---- writing
 
 

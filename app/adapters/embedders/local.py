@@ -31,6 +31,11 @@ class Local:
         """Return the vector to search with: the model knows a question from a document."""
         return _embed([text], model=model, seconds=seconds, is_query=True)[0]
 
+    def digest(self, model: str, *, seconds: float) -> str | None:
+        """Return None: it does not tell."""
+        del model, seconds
+        return None
+
     def close(self) -> None:
         """Keep the model: it belongs to the process."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import cast
 
-from app.adapters.http import Http
+from app.adapters.http import Call, Http
 from app.core.errors import AnswerFault
 from app.core.ports import EmbedderOptions
 
@@ -28,6 +28,14 @@ class Ollama:
         if len(vectors) != len(texts):
             raise AnswerFault(f"{len(vectors)} vectors for {len(texts)} texts")
         return vectors
+
+    def digest(self, model: str, *, seconds: float) -> str | None:
+        """Return the digest that `/api/tags` lists the model with."""
+        answer = self._http.send(Call("GET", "/api/tags"), seconds=seconds).body
+        for each in cast("list[dict[str, object]]", answer.get("models") or []):
+            if each.get("name") in (model, f"{model}:latest"):
+                return str(each.get("digest") or "") or None
+        return None
 
     def close(self) -> None:
         """Close the connections."""

@@ -111,7 +111,7 @@ SELECT model, paused_since, greatest(paused_until, probe_until) AS paused_until,
        least(1000000, max_items * power(2, floor(extract(epoch FROM now() - limited_at) / 600)))
            ::integer AS max_items,
        coalesce(last_ok_at > now() - interval '5 minutes' AND paused_since IS NULL, false)
-           AS is_warm
+           AS is_warm, digest
   FROM holdfast.backends
  WHERE name = %(name)s
 """
@@ -130,6 +130,8 @@ class Backend:
     message: str | None
     max_items: int | None
     is_warm: bool
+    digest: str | None = None
+    """What exactly was behind the model's name when it was last asked for."""
 
 
 def backends(tx: Tx, name: str) -> dict[str, Backend]:
@@ -343,6 +345,26 @@ def canary(tx: Tx, model: str, text_hash: bytes, vector: Sequence[float]) -> lis
 def forget_canary(tx: Tx, model: str) -> int:
     """Let the next vectors of a model be the first; return how many were forgotten."""
     return tx.execute(FORGET_CANARY, {"model": model}).rowcount
+
+
+NOTE_DIGEST = """
+WITH known AS (
+    SELECT digest FROM holdfast.backends WHERE name = %(name)s AND model = %(model)s
+), noted AS (
+    INSERT INTO holdfast.backends AS b (name, model, digest)
+    VALUES (%(name)s, %(model)s, %(digest)s)
+        ON CONFLICT (name, model) DO UPDATE SET digest = excluded.digest
+     WHERE b.digest IS DISTINCT FROM excluded.digest
+)
+SELECT digest FROM known
+"""
+
+
+def note_digest(tx: Tx, name: str, model: str, digest: str) -> str | None:
+    """Keep what exactly is behind a model's name; return what was before, None at first."""
+    values = {"name": name, "model": model, "digest": digest}
+    row = tx.execute(NOTE_DIGEST, values).fetchone()
+    return row["digest"] if row else None
 
 
 REMEMBER_LIMIT = """
