@@ -2,10 +2,10 @@
 
 import shutil
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -68,9 +68,10 @@ def search() -> Iterator[Search]:
 @pytest.fixture
 def noida(tmp_path: Path) -> Iterator[str]:
     """Give an independent server of the same protocol, in Elasticsearch's dialect."""
-    binary = Path(sys.executable).parent / "noida-db"
-    if not binary.exists():
+    package = find_spec("noida_db")
+    if package is None or package.origin is None:
         pytest.skip("noida-db is not installed")
+    binary = Path(package.origin).parent / "noida-db"  # its script would leave this behind
     port = free_port()
     arguments = ["start", "--only", "elasticsearch", "--elasticsearch-port", str(port)]
     arguments += ["--host", "127.0.0.1", "--data-dir", str(tmp_path / "noida")]
