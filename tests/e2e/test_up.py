@@ -121,7 +121,8 @@ def test_the_file_env_lets_other_tools_connect_and_nobody_else(
         ).fetchall()
     with redis.Redis.from_url(env["REDIS_URL"]) as client:
         assert client.ping()
-    assert targets == [("ai_insights", 384), ("conversations", 384)]
+    demo = [("ai_insights", 384), ("conversations", 384)]
+    assert targets == [*demo, ("holdfast.memory_chunks", 384)]
 
 
 def test_no_secret_stands_in_an_argument(shared: Running, shared_home: Path) -> None:
@@ -297,7 +298,8 @@ def test_a_signal_to_make_alone_stops_it(
     with log.open("wb") as output:
         make = Running(
             subprocess.Popen(
-                ["/usr/bin/make", "-f", makefile, "up"],
+                # Whoever runs these tests may ignore SIGINT, as a job in the background does.
+                ["/usr/bin/env", "--default-signal=INT", "/usr/bin/make", "-f", makefile, "up"],
                 env=environ,
                 stdout=output,
                 stderr=output,
