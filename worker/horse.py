@@ -29,7 +29,7 @@ from rq.timeouts import HorseMonitorTimeoutException
 from rq.utils import now
 
 from app.core.bells import BellJob, BellQueue, Bells, job_of
-from app.core.checks import warn_of_eviction
+from app.core.checks import warn_of_eviction, warn_of_targets
 from app.core.config import Settings
 from app.core.errors import ErrorClass, StoreUnavailable
 from app.core.link import Link, connect
@@ -270,6 +270,8 @@ class HoldfastWorker(Worker):
         """Register with RQ, then in Postgres: from here on bells are heard."""
         super().bootstrap(*args, **options)
         warn_of_eviction(Bells(self.connection))
+        with suppress(StoreUnavailable), self._store(BEAT_LIMIT_SECONDS) as tx:
+            warn_of_targets(tx)
         self._beat()
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:  # noqa: ANN401

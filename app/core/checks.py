@@ -105,6 +105,14 @@ def warn_of_eviction(bells: Bells) -> None:
             )
 
 
+def warn_of_targets(tx: Tx) -> None:
+    """Say in the log, at the start of a worker, which targets no longer fit the database."""
+    for target in targets.registered(tx):
+        for fault in targets.faults(tx, target):
+            facts = {"event": "target_mismatch", "reason": fault.field}
+            log.error("target %s: %s %s", target.label, fault.field, fault.message, extra=facts)
+
+
 def health(ctx: Context) -> Seen:
     """Return the state of every part, for a person to read."""
     ready = readiness(ctx)

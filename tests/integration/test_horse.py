@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import psycopg
 import pytest
 import redis
 from rq import Queue, Worker
@@ -25,7 +26,7 @@ from app.core.model import Caller, Rings
 from app.core.requests import BatchOptions
 from app.core.store import fleet, jobs
 from tests.fakes import Fake, Reply
-from tests.processes import Running, StartProcess, WaitFor
+from tests.processes import Running, StartProcess, WaitFor, wait_for
 from worker import horse, runtime
 from worker.horse import MemoryCgroup, death_class
 
@@ -633,3 +634,19 @@ def test_rq_still_has_what_our_worker_uses() -> None:
     assert {"redis_workers_keys", "death_penalty_class"} <= set(vars(BaseWorker))
     assert {"intermediate_queue", "intermediate_queue_key"} <= set(dir(Queue))
     assert "get_queue" in dir(StartedJobRegistry)
+
+
+def test_a_target_that_no_longer_fits_is_named_with_both_numbers_when_a_worker_starts(
+    environ: dict[str, str], start_process: StartProcess
+) -> None:
+    with psycopg.connect(environ["DATABASE_URL"], autocommit=True) as connection:
+        connection.execute("ALTER TABLE ai_insights DROP COLUMN embedding")
+        connection.execute("ALTER TABLE ai_insights ADD COLUMN embedding vector(5)")
+
+    worker = start_process("worker", "run", "embeddings")
+
+    wait_for(lambda: "target_mismatch" in worker.said)
+    [line] = [line for line in worker.said.splitlines() if "target_mismatch" in line]
+    assert "target ai_insights" in line
+    assert "dimension is 8, the column's is 5" in line
+    assert worker.is_alive
