@@ -189,8 +189,8 @@ class _Step:
         # What daily work changes while the rows are read is caught up after that.
         caught_up = self._catch_up() if self.campaign.is_read else False
         if self.campaign.state == "running":
-            self._read_on()
             self._mark()
+            self._read_on()
         elif self.campaign.state == "closing":
             self._close(caught_up=caught_up)
         elif caught_up:
@@ -209,6 +209,7 @@ class _Step:
                     return
             cursor = self._read_block(cursor)
             is_read = cursor is None
+            self._mark()
 
     def _read_block(self, after: str | None) -> str | None:
         """Submit the next block of rows; return the id of its last one, None at the end."""
