@@ -37,6 +37,7 @@ from app.core.model import is_trace
 from app.core.store import fleet, items, traces
 from app.core.store.database import Database, Tx, translated
 from worker import tasks
+from worker.notice import Notice
 from worker.runtime import prepare, prepare_trace
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class HoldfastWorker(Worker):
     job_class = BellJob
     max_connection_wait_time = 5.0
 
-    def __init__(self, settings: Settings, queue: str, *, stop: StopByte, notice: "Notice") -> None:
+    def __init__(self, settings: Settings, queue: str, *, stop: StopByte, notice: Notice) -> None:
         host = socket.gethostname()
         name = f"{host}-{queue}-{secrets.token_hex(4)}"  # RQ refuses a name that a dead one had
         self._patience = NotedRetry()
@@ -579,26 +580,3 @@ def _text(path: Path) -> str:
         return path.read_text("ascii")
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-# ---- the service manager -----------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """What a service manager is told, where there is one."""
-
-    address: str
-
-    @classmethod
-    def of_service(cls) -> Self:
-        """Take the address out of the environment, so that no child speaks for the service."""
-        return cls(os.environ.pop("NOTIFY_SOCKET", ""))  # noqa: TID251 - the manager's, no setting
-
-    def send(self, state: str) -> None:
-        """Tell it, if it listens."""
-        if not self.address:
-            return
-        address = f"\0{self.address[1:]}" if self.address.startswith("@") else self.address
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
-            link.sendto(state.encode(), socket.MSG_DONTWAIT, address)

@@ -1,6 +1,7 @@
 """Operators' commands on what is stored: how much, what differs, its repair; and what is to go."""
 
 import argparse
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +14,9 @@ from app.core.errors import InvalidRequest
 from app.core.model import index_note
 from app.core.ports import find
 from app.core.requests import TargetRequest, parse
-from app.core.store import targets
+from app.core.store import audit, targets
 from app.core.store.campaigns import Change
+from app.core.store.database import take_time
 from worker.admin import print_table
 from worker.runtime import open_followers
 from worker.sweep import cleanup
@@ -47,6 +49,9 @@ def add_parsers(commands: Any) -> None:  # noqa: ANN401 - argparse has no public
         help="failed items too, that have waited for a person for so many days",
     )
     clean.set_defaults(act=clean_up)
+    commands.add_parser(
+        "audit", help="what must always hold, looked at now; 1 where it does not"
+    ).set_defaults(act=audit_now)
 
 
 def _add_reembed_parsers(commands: Any) -> None:  # noqa: ANN401
@@ -143,6 +148,8 @@ def _wanted(stores: coverage.Stores, arguments: argparse.Namespace) -> coverage.
         raise InvalidRequest(f"SINKS has no {arguments.sink}; it has {', '.join(names)}")
     return coverage.Wanted(arguments.target_table, arguments.sink)
 
+
+log = logging.getLogger(__name__)
 
 CHANGES = {
     "pause": Change("paused", ("running",)),
@@ -242,6 +249,22 @@ def drop_version(ctx: Context, arguments: argparse.Namespace) -> int:
         f'  ALTER TABLE "{old.table_schema}"."{old.table_name}" DROP COLUMN "{old.vector_column}"'
     )
     return 0
+
+
+def audit_now(ctx: Context, arguments: argparse.Namespace) -> int:
+    """Look at what must always hold, and print what does not; 1 where anything does not."""
+    del arguments
+    with ctx.database.transaction() as tx:
+        take_time(tx)
+        found = audit.audit(tx)
+    for each in found:
+        log.error("audit: %s", each.what, extra={"event": "audit_violation"})
+        print(f"{each.what}:")
+        for row in each.rows:
+            print("  " + ", ".join(f"{name} {value}" for name, value in row.items()))
+    if not found:
+        print(f"{len(audit.AUDIT)} things that must always hold do")
+    return 1 if found else 0
 
 
 def clean_up(ctx: Context, arguments: argparse.Namespace) -> int:

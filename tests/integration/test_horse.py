@@ -29,6 +29,7 @@ from tests.fakes import Fake, Reply
 from tests.processes import Running, StartProcess, WaitFor, wait_for
 from worker import horse, runtime
 from worker.horse import MemoryCgroup, death_class
+from worker.notice import Notice
 
 QUEUE = "embeddings"
 MARKER = "hold this one"
@@ -324,9 +325,7 @@ def test_a_death_that_postgres_cannot_hear_of_does_not_end_the_worker(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     deaf = replace(settings, database_url="postgresql://nobody@127.0.0.1:1/nothing")
-    worker = horse.HoldfastWorker(
-        deaf, QUEUE, stop=horse.StopByte(), notice=horse.Notice(address="")
-    )
+    worker = horse.HoldfastWorker(deaf, QUEUE, stop=horse.StopByte(), notice=Notice(address=""))
     bell = BellJob("emb-0123456789abcdef-1", worker.connection)
 
     worker.handle_work_horse_killed(bell, 1, signal.SIGKILL, None)

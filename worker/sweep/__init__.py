@@ -18,6 +18,7 @@ from app.core.errors import StoreUnavailable
 from app.core.ports import find
 from app.core.store import fleet
 from app.core.store.database import Tx, translated
+from worker.notice import Notice
 from worker.runtime import open_followers
 from worker.sweep import alerts, cleanup, leases, rings, unowned
 from worker.sweep.followers import Following
@@ -50,7 +51,8 @@ def run(settings: Settings) -> int:
     )
     primary = find("sinks", settings.primary_sink)()
     following = Following(ctx, primary, sinks)
-    sweeper = Sweeper(ctx, versions.Stores(primary, sinks), following.counts)
+    notice = Notice.of_service()
+    sweeper = Sweeper(ctx, versions.Stores(primary, sinks), following.counts, notice)
     beside: list[Following | Surveys | Hook] = [following, Surveys(ctx, primary, sweeper.leads)]
     if settings.alert_webhook_url:
         beside.append(Hook(ctx, sweeper.leads))
@@ -77,7 +79,9 @@ class Sweeper:
         ctx: Context,
         stores: versions.Stores | None = None,
         followed: Mapping[str, int] | None = None,
+        notice: Notice | None = None,
     ) -> None:
+        self._notice = notice or Notice("")
         self._ctx = ctx
         self._stores = stores or versions.Stores(find("sinks", ctx.settings.primary_sink)(), {})
         self._followed = {} if followed is None else followed
@@ -98,7 +102,9 @@ class Sweeper:
 
     def run(self) -> None:
         """Lead or stand by until stopped; Postgres may come and go."""
+        self._notice.send("READY=1")  # whoever is away now is waited for while working
         while not self._stop.is_set():
+            self._notice.send("WATCHDOG=1")
             try:
                 with translated(), self._ctx.database.dedicated() as connection:
                     self._with(connection)
@@ -163,6 +169,7 @@ class Sweeper:
                 return
 
     def _beat(self, connection: Tx) -> None:
+        self._notice.send("WATCHDOG=1")
         seconds = max(LEAST_ALIVE_SECONDS, 3 * self._ctx.settings.sweep_seconds)
         fleet.beat(connection, self._process, seconds=seconds, counters=self._counters())
 
