@@ -188,6 +188,7 @@ class Bells:
 
     def __init__(self, link: Link) -> None:
         self._redis = link
+        self._move = cast("Callable[..., Any]", self._redis.register_script(MOVE))
 
     def ring(
         self, rings: Rings, *, queue: str, timeout_seconds: float, at_front: bool = False
@@ -236,7 +237,7 @@ class Bells:
         """Move a bell that waits behind another, or before it; to the end where that is gone."""
         where = "AFTER" if is_behind else "BEFORE"
         with translated():
-            self._redis.eval(MOVE, 1, self._queue(queue).key, bell, other, where)
+            self._move(keys=[self._queue(queue).key], args=[bell, other, where])
 
     def waiting(self, queue: str) -> list[str]:
         """Return the job id of every bell that waits in a queue, first one first."""
