@@ -27,6 +27,8 @@ class Shelf:
         """What goes wrong with a target_id, once each."""
         self.before_write: Callable[[], None] | None = None
         self.sent: list[list[Document]] = []
+        self.current: dict[str, str] = {}
+        """Which version of a target readers find, by target_table."""
 
     def write(self, target: Target, documents: Sequence[Document]) -> Mapping[str, WorkError]:
         self.sent.append(list(documents))
@@ -58,7 +60,9 @@ class Shelf:
         return {each: place[each] for each in target_ids if each in place and place[each].vector}
 
     def make_current(self, target: Target) -> None:
-        del target
+        if self.away:
+            raise self.away
+        self.current[target.target_table] = target.embedding_version
 
     def drop(self, target: Target) -> None:
         self.places.pop(_key(target), None)

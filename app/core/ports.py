@@ -109,6 +109,10 @@ class PrimarySink(Protocol):
         """Return how many rows have the new version, and how many have the old one only."""
         ...
 
+    def outdated(self, tx: Transaction, old: Target, new: Target) -> int:
+        """Return how many rows have their text in the old version, and an older one in the new."""
+        ...
+
     def read_on(
         self, tx: Transaction, old: Target, new: Target, *, after: str | None, limit: int
     ) -> list[ReadRow]:

@@ -5,17 +5,18 @@ sweeper moves a campaign on, a step at a time; every step may be lost or done tw
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from app.core import requeue, submission
 from app.core.context import Context
-from app.core.errors import Fault, InvalidRequest
+from app.core.errors import BackendFault, Fault, InvalidRequest, StoreUnavailable
 from app.core.model import Caller, Target
 from app.core.ports import FollowerSink, PrimarySink
 from app.core.requests import BatchOptions
-from app.core.store import campaigns, fleet, jobs, targets, vectors
+from app.core.store import campaigns, fleet, targets, vectors
 from app.core.store.campaigns import Campaign, Change
 from app.core.store.database import Tx, take_time
 from app.core.store.targets import NewTarget
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 REEMBEDDER = Caller("reembed", frozenset({"submit"}))
 LOWEST_PRIORITY = -10
 BLOCK, MOST_OPEN = 1000, 10_000
+READ_SECONDS = 5.0
+"""How long a step reads on, so that it soon hears of a pause and comes to the next campaign."""
+
 MARK_SECONDS = 10.0
 CLOSE_SECONDS = 120.0
 """How long daily work on a target may stand still for the last of a campaign to catch up."""
@@ -134,6 +138,10 @@ def drop(
             for each in campaigns.latest(tx, target_table)
         ):
             raise _refusal("embedding_version", "belongs to a campaign that goes on")
+        left = vectors.open_items(tx, target)
+        if left:
+            message = f"cannot go: {left} items of it are open; let them end, or cancel their jobs"
+            raise _refusal("embedding_version", message)
     for sink in followers.values():
         sink.drop(target)
     with ctx.database.transaction() as tx:
@@ -166,8 +174,28 @@ def step(ctx: Context, stores: Stores) -> Counter[str]:
         if old is None or new is None:
             change(ctx, each.target_table, Change("cancelled", (each.state,), "a version is gone"))
         else:
-            counts += _Step(ctx, stores, each, old, new).run()
+            counts += _safely(_Step(ctx, stores, each, old, new))
     return counts
+
+
+def is_urgent(ctx: Context) -> bool:
+    """Whether the next step is to follow soon: rows are being read, or daily work waits for it."""
+    with ctx.database.transaction() as tx:
+        return any(
+            each.state == "closing" or (each.state == "running" and not each.is_read)
+            for each in campaigns.unfinished(tx)
+        )
+
+
+def _safely(one: "_Step") -> Counter[str]:
+    """Take a step; one that fails is named, and does not keep other campaigns from theirs."""
+    try:
+        return one.run()
+    except StoreUnavailable:
+        raise
+    except Exception:
+        log.exception("campaign for %s failed", one.new.label, extra={"event": "campaign"})
+        return Counter()
 
 
 class _Step:
@@ -200,12 +228,13 @@ class _Step:
     # ---- reading the rows
 
     def _read_on(self) -> None:
-        """Submit blocks of rows until enough are open."""
+        """Submit blocks of rows until enough are open, for a time."""
         cursor = self.campaign.cursor
         is_read = self.campaign.is_read
-        while not is_read:
+        ends = time.monotonic() + READ_SECONDS
+        while not is_read and time.monotonic() < ends:
             with self.ctx.database.transaction() as tx:
-                if jobs.open_work(tx, REEMBEDDER.client).items >= MOST_OPEN:
+                if campaigns.open_work(tx, self.campaign, REEMBEDDER.client) >= MOST_OPEN:
                     return
             cursor = self._read_block(cursor)
             is_read = cursor is None
@@ -299,21 +328,44 @@ class _Step:
         if left.held_old or left.open_new:
             return f"{left.held_old + left.open_new} items are in hand"
         _, missing = self.stores.primary.progress(tx, self.old, self.new)
-        if missing and not self.campaign.leaves_failed:
+        outdated = self.stores.primary.outdated(tx, self.old, self.new)
+        if missing + outdated and not self.campaign.leaves_failed:
             return (
-                f"{missing} rows have no vector of {self.new.embedding_version}, and"
-                f" {left.failed_new} items failed: requeue them, or cut over with --leave-failed"
+                f"{missing} rows have no vector of {self.new.embedding_version},"
+                f" {outdated} have one of an older text, and {left.failed_new} items failed:"
+                " requeue them, or cut over with --leave-failed"
             )
-        return None
+        return self._followers_lack(tx)
 
-    def _point_followers(self) -> None:
+    def _followers_lack(self, tx: Tx) -> str | None:
+        """Say which followers lack documents: their readers move on at the cut-over, too."""
+        lacking = campaigns.lacking(tx, self.campaign, [*self.stores.followers])
+        if not lacking:
+            return None
+        said = ", ".join(f"{name} lacks {number}" for name, number in lacking.items())
+        version = self.new.embedding_version
+        return f"{said} documents of {version} that it has in {self.old.embedding_version}"
+
+    def _point_followers(self) -> bool:
+        """Let readers of the followers find the new version; return whether all of them do."""
+        failed: list[str] = []
         for name, sink in self.stores.followers.items():
-            sink.make_current(self.new)
-            log.info("%s names %s", name, self.new.label, extra={"event": "campaign"})
+            try:
+                sink.make_current(self.new)
+            except BackendFault as fault:
+                failed.append(f"{name} does not name {self.new.embedding_version} yet: {fault}")
+        if failed:
+            said = "; ".join(failed)
+            with self.ctx.database.transaction() as tx:
+                campaigns.say(tx, self.campaign, said)
+            if said != self.campaign.said:
+                log.warning("%s: %s", self.new.label, said, extra={"event": "campaign"})
+        return not failed
 
     def _end(self) -> None:
         """Finish when nothing of the old version is on its way any more."""
-        self._point_followers()  # once more: whoever was to do it may have died
+        if not self._point_followers():  # once more: whoever was to do it may have died
+            return
         with self.ctx.database.transaction() as tx:
             if not campaigns.unsettled(tx, self.campaign).open_old:
                 campaigns.finish(tx, self.campaign)

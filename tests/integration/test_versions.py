@@ -1,14 +1,18 @@
 """Another version of a target: beside daily work, caught up, and cut over in one step."""
 
 import argparse
+from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
+from threading import Event
 from typing import Any
 
+import psycopg
 import pytest
 
 from app.core import versions
-from app.core.errors import FailedItemsRemain, InvalidRequest
+from app.core.errors import BackendFault, ErrorClass, FailedItemsRemain, InvalidRequest, SinkFault
 from app.core.ports import find
 from app.core.store import fleet, targets
 from app.core.store.campaigns import Change
@@ -16,9 +20,14 @@ from app.core.store.targets import NewTarget
 from app.core.versions import Stores
 from tests.drains import Mill, open_mill
 from tests.fakes import Fake, Reply, vector_of
+from tests.processes import wait_for
 from tests.shelf import NAME, Shelf
 from worker import admin, upkeep
+from worker.sweep import Sweeper
+from worker.sweep.campaigns import Campaigns
+from worker.sweep.followers import Follower
 
+AWAY = BackendFault(ErrorClass.UNREACHABLE, "no connection")
 TABLE, OLD, NEW, MODEL = "notes", "v1", "v2", "new-model"
 CLOSE = Change("closing", ("running",), seconds=60)
 
@@ -61,8 +70,21 @@ def version(mill: Mill, name: str = OLD) -> NewTarget:
 
 
 @pytest.fixture
-def stores() -> Stores:
-    return Stores(find("sinks", "pgvector")(), {NAME: Shelf()})
+def shelf() -> Shelf:
+    return Shelf()
+
+
+@pytest.fixture
+def stores(shelf: Shelf) -> Stores:
+    return Stores(find("sinks", "pgvector")(), {NAME: shelf})
+
+
+def follow(mill: Mill, stores: Stores) -> None:
+    """Bring the followers up with the primary."""
+    for name, sink in stores.followers.items():
+        follower = Follower(mill.ctx, stores.primary, name, sink)
+        while follower.run_once():
+            pass
 
 
 def write(mill: Mill, texts: dict[int, str]) -> str:
@@ -212,6 +234,161 @@ def test_without_the_last_row_there_is_no_cut_over_and_it_says_why(
     assert current(mill)["embedding_version"] == NEW
 
 
+def test_a_vector_of_an_older_text_is_no_vector_to_cut_over_to(
+    mill: Mill, stores: Stores, fake: Fake
+) -> None:
+    write(mill, {1: "one", 2: "two"})
+    work(mill)
+    versions.start(mill.ctx, version(mill, NEW))
+    step(mill, stores, 2)
+    fake.rules.append(
+        lambda request: (
+            Reply(status=400, error="the input length exceeds")
+            if request.model == MODEL and request.has("refused")
+            else None
+        )
+    )
+    write(mill, {2: "refused by the new model"})
+    work(mill)
+
+    step(mill, stores, 2)
+    versions.change(mill.ctx, TABLE, CLOSE)
+    step(mill, stores)
+    mill.rows("UPDATE holdfast.campaigns SET closes_until = now()")
+    step(mill, stores)
+
+    assert current(mill)["embedding_version"] == OLD
+    assert "1 have one of an older text" in campaign(mill).said
+
+
+def test_a_follower_that_lags_is_waited_for(mill: Mill, stores: Stores, shelf: Shelf) -> None:
+    write(mill, {n: f"text {n}" for n in range(1, 11)})
+    work(mill)
+    follow(mill, stores)
+    versions.start(mill.ctx, version(mill, NEW))
+    step(mill, stores, 2)
+    mill.rows("DELETE FROM notes WHERE id = 3")  # by hand: still in the ledger, in both versions
+    versions.change(mill.ctx, TABLE, CLOSE)
+
+    step(mill, stores, 2)
+    assert (current(mill)["embedding_version"], shelf.current) == (OLD, {})
+
+    follow(mill, stores)
+    step(mill, stores)
+    assert (current(mill)["embedding_version"], shelf.current) == (NEW, {TABLE: NEW})
+
+
+def test_what_a_follower_refuses_is_left_behind_only_when_asked(
+    mill: Mill, stores: Stores, shelf: Shelf
+) -> None:
+    write(mill, {1: "one", 2: "two"})
+    work(mill)
+    follow(mill, stores)
+    versions.start(mill.ctx, version(mill, NEW))
+    step(mill, stores, 2)
+    shelf.faults["2"] = deque([SinkFault("too odd")])
+    follow(mill, stores)
+
+    versions.change(mill.ctx, TABLE, CLOSE)
+    step(mill, stores)
+    mill.rows("UPDATE holdfast.campaigns SET closes_until = now()")
+    step(mill, stores)
+    assert current(mill)["embedding_version"] == OLD
+    assert f"{NAME} lacks 1" in campaign(mill).said
+
+    versions.change(mill.ctx, TABLE, replace(CLOSE, leaves_failed=True))
+    step(mill, stores)
+    assert current(mill)["embedding_version"] == NEW
+
+
+def test_a_follower_that_is_away_at_the_cut_over_is_told_later_and_holds_up_nobody(
+    mill: Mill, stores: Stores, shelf: Shelf
+) -> None:
+    write(mill, {n: f"text {n}" for n in range(1, 4)})
+    work(mill)
+    other = second_target(mill)
+    versions.start(mill.ctx, version(mill, NEW))
+    step(mill, stores, 2)
+    follow(mill, stores)
+    shelf.away = AWAY
+    versions.change(mill.ctx, TABLE, CLOSE)
+    versions.start(mill.ctx, other)
+
+    step(mill, stores, 3)
+
+    first, second = versions.described(mill.ctx)
+    assert (first.state, first.finished_at) == ("cut_over", None)
+    assert f"{NAME} does not name {NEW} yet: no connection" in str(first.said)
+    assert (second.target_table, second.is_read) == ("others", True)
+    shelf.away = None
+    step(mill, stores)
+    assert shelf.current == {TABLE: NEW}
+    assert (campaign(mill).finished_at is None, campaign(mill).said) == (False, None)
+
+
+def second_target(mill: Mill) -> NewTarget:
+    """Register another target with one row; return a new version of it."""
+    dimension = mill.fake.dimension
+    mill.rows(
+        f"""CREATE TABLE others (id bigint PRIMARY KEY, body text,
+                embedding vector({dimension}), other vector({dimension}))"""
+    )
+    mill.rows("INSERT INTO others (id, body) VALUES (1, 'one of the others')")
+    with mill.ctx.database.transaction() as tx:
+        targets.register(tx, replace(version(mill), target_table="others"))
+    return replace(version(mill, NEW), target_table="others")
+
+
+def test_a_campaign_that_rests_keeps_no_other_from_going_on(
+    mill: Mill, stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "MOST_OPEN", 10)
+    write(mill, {n: f"text {n}" for n in range(1, 21)})
+    work(mill)
+    versions.start(mill.ctx, version(mill, NEW))
+    versions.step(mill.ctx, stores)
+    versions.change(mill.ctx, TABLE, Change("paused", ("running",)))
+
+    versions.start(mill.ctx, second_target(mill))
+    step(mill, stores, 2)
+
+    [row] = mill.rows("SELECT other IS NOT NULL AS is_there FROM others")
+    assert row["is_there"]
+
+
+def test_a_table_that_somebody_locks_holds_up_its_campaign_and_no_duty_of_the_sweeper(
+    mill: Mill, stores: Stores
+) -> None:
+    write(mill, {n: f"text {n}" for n in range(1, 11)})
+    work(mill)
+    versions.start(mill.ctx, version(mill, NEW))
+    second_target(mill)
+    job_id = mill.submit("waits for a bell", table="others")
+    mill.ctx.link.flushdb()
+    leads = Event()
+    leads.set()
+    campaigns = Campaigns(mill.ctx, stores, leads)
+    waits = """SELECT 1 FROM pg_locks
+                WHERE relation = 'notes'::regclass AND NOT granted"""
+
+    with psycopg.connect(mill.settings.database_url) as other:
+        other.execute("LOCK TABLE notes IN ACCESS EXCLUSIVE MODE")
+        campaigns.start()
+        try:
+            wait_for(lambda: mill.rows(waits))
+            Sweeper(mill.ctx).tick()
+            assert mill.ctx.bells.waiting("embeddings") == [job_id]
+            assert mill.rows(waits)
+            other.rollback()
+            wait_for(lambda: campaign(mill).is_read)
+        finally:
+            other.rollback()
+            campaigns.stop()
+
+    work(mill)
+    check_new(mill)
+
+
 def test_a_campaign_rests_and_goes_on(mill: Mill, stores: Stores) -> None:
     write(mill, {n: f"text {n}" for n in range(1, 21)})
     work(mill)
@@ -346,6 +523,23 @@ def test_an_old_version_is_dropped_and_forgotten(mill: Mill, stores: Stores) -> 
     left = mill.rows("SELECT DISTINCT embedding_version AS v FROM holdfast.vectors")
     assert [row["v"] for row in left] == [NEW]
     assert len(mill.rows("SELECT 1 FROM holdfast.embedding_targets")) == 1
+
+
+def test_a_version_that_a_job_waits_for_is_not_dropped(mill: Mill, stores: Stores) -> None:
+    write(mill, {1: "one"})
+    work(mill)
+    versions.start(mill.ctx, version(mill, NEW))
+    step(mill, stores, 2)
+    versions.change(mill.ctx, TABLE, CLOSE)
+    step(mill, stores, 3)
+    job_id = mill.submit("by its name", table=TABLE, embedding_version=OLD)
+
+    with pytest.raises(InvalidRequest, match="1 items of it are open"):
+        versions.drop(mill.ctx, stores.followers, TABLE, OLD)
+
+    work(mill)
+    assert mill.job(job_id).state.is_final
+    versions.drop(mill.ctx, stores.followers, TABLE, OLD)
 
 
 def run(capsys: pytest.CaptureFixture[str], mill: Mill, *words: str) -> tuple[int, str]:

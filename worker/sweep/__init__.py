@@ -21,6 +21,7 @@ from app.core.store.database import Tx, translated
 from worker.notice import Notice
 from worker.runtime import open_followers
 from worker.sweep import alerts, cleanup, leases, rings, unowned
+from worker.sweep.campaigns import Campaigns
 from worker.sweep.followers import Following
 from worker.sweep.hook import Hook
 from worker.sweep.surveys import Surveys
@@ -47,13 +48,17 @@ def run(settings: Settings) -> int:
     """Sweep until SIGTERM or SIGINT; two sweepers are harmless, one of them waits."""
     sinks = open_followers(settings)
     ctx = open_context(
-        settings, application="holdfast sweeper", most_connections=5 + 2 * len(sinks)
+        settings, application="holdfast sweeper", most_connections=7 + 2 * len(sinks)
     )
     primary = find("sinks", settings.primary_sink)()
     following = Following(ctx, primary, sinks)
     notice = Notice.of_service()
-    sweeper = Sweeper(ctx, versions.Stores(primary, sinks), following.counts, notice)
-    beside: list[Following | Surveys | Hook] = [following, Surveys(ctx, primary, sweeper.leads)]
+    sweeper = Sweeper(ctx, following.counts, notice)
+    beside: list[Following | Surveys | Campaigns | Hook] = [
+        following,  # closes the sinks, so it is the last to be stopped
+        Surveys(ctx, primary, sweeper.leads),
+        Campaigns(ctx, versions.Stores(primary, sinks), sweeper.leads),
+    ]
     if settings.alert_webhook_url:
         beside.append(Hook(ctx, sweeper.leads))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -77,13 +82,11 @@ class Sweeper:
     def __init__(
         self,
         ctx: Context,
-        stores: versions.Stores | None = None,
         followed: Mapping[str, int] | None = None,
         notice: Notice | None = None,
     ) -> None:
         self._notice = notice or Notice("")
         self._ctx = ctx
-        self._stores = stores or versions.Stores(find("sinks", ctx.settings.primary_sink)(), {})
         self._followed = {} if followed is None else followed
         host = socket.gethostname()
         self.name = f"{host}-sweeper-{secrets.token_hex(4)}"
@@ -136,7 +139,6 @@ class Sweeper:
         """Do each duty once. One that fails is named, and does not keep the others from theirs."""
         for name, duty in DUTIES:
             self._do(name, duty)
-        self._do("campaigns", lambda ctx: versions.step(ctx, self._stores))
         now = time.monotonic()
         if self._cleaned_at is None or now - self._cleaned_at >= CLEANUP_SECONDS:
             self._cleaned_at = now

@@ -85,6 +85,18 @@ SELECT count(*) FILTER (WHERE {new_vector} IS NOT NULL) AS has,
        count(*) FILTER (WHERE {vector} IS NOT NULL AND {new_vector} IS NULL) AS missing
   FROM {table}
 """
+# Driven by the ledger, so that only what differs there is looked up in the table.
+OUTDATED = """
+SELECT count(*) AS rows
+  FROM holdfast.vectors o
+  JOIN holdfast.vectors n
+    ON n.target_table = o.target_table AND n.target_id = o.target_id
+   AND n.embedding_version = %(new_version)s AND n.deleted_at IS NULL
+  JOIN {table} t ON t.{id} = o.target_id::{id_type}
+ WHERE o.target_table = %(target)s AND o.embedding_version = %(version)s AND o.deleted_at IS NULL
+   AND n.content_hash <> o.content_hash AND t.{new_vector} IS NOT NULL
+   AND sha256(convert_to({text}, 'UTF8')) = o.content_hash
+"""
 READ_ON = """
 SELECT t.{id}::text AS target_id, {text} AS text,
        NOT coalesce(n.content_hash = sha256(convert_to({text}, 'UTF8')) AND n.deleted_at IS NULL
@@ -194,6 +206,17 @@ class PgVector:
         """Return how many rows have the new version, and how many have the old one only."""
         row = tx.execute(_composed(PROGRESS, old, new)).fetchone()
         return row["has"], row["missing"]
+
+    def outdated(self, tx: Transaction, old: Target, new: Target) -> int:
+        """Return how many rows have their text in the old version, and an older one in the new."""
+        values = {
+            "target": old.target_table,
+            "version": old.embedding_version,
+            "new_version": new.embedding_version,
+        }
+        row = tx.execute(_composed(OUTDATED, old, new), values).fetchone()
+        count: int = row["rows"]
+        return count
 
     def read_on(
         self, tx: Transaction, old: Target, new: Target, *, after: str | None, limit: int

@@ -234,6 +234,66 @@ def unsettled(tx: Tx, campaign: Campaign) -> Unsettled:
     return found or Unsettled(0, 0, 0, 0)
 
 
+# A job of a campaign is of one target and version throughout: its first item tells which.
+OPEN_WORK = """
+SELECT coalesce(sum(c.open), 0)::bigint AS items
+  FROM holdfast.jobs j
+ CROSS JOIN LATERAL (
+       SELECT q.target_table, q.embedding_version
+         FROM holdfast.job_items i
+         JOIN public.embedding_retry_queue q ON q.id = i.item_id
+        WHERE i.job_id = j.id LIMIT 1) AS first
+ CROSS JOIN LATERAL (
+       SELECT sum(pending + processing) AS open
+         FROM holdfast.job_counts WHERE job_id = j.id) AS c
+ WHERE j.finished_at IS NULL AND j.kind = 'embedding' AND j.client = %(client)s
+   AND first.target_table = %(target_table)s AND first.embedding_version = %(to_version)s
+"""
+
+
+def open_work(tx: Tx, campaign: Campaign, client: str) -> int:
+    """Return how many items of a client's jobs for a campaign are not final."""
+    values = {
+        "client": client,
+        "target_table": campaign.target_table,
+        "to_version": campaign.to_version,
+    }
+    row = tx.execute(OPEN_WORK, values).fetchone()
+    return int(row["items"]) if row else 0
+
+
+# Only what a follower holds in the old version and the first store in both: so neither a follower
+# that came later nor a row that was deleted by hand ('result_lost') is waited for.
+LACKING = """
+SELECT s.sink, count(*) AS documents
+  FROM holdfast.vectors v
+  JOIN holdfast.vectors n
+    ON n.target_table = v.target_table AND n.target_id = v.target_id
+   AND n.embedding_version = %(to_version)s AND n.deleted_at IS NULL
+  JOIN holdfast.item_sinks s
+    ON s.vector_id = v.id AND s.sink = ANY(%(sinks)s::text[]) AND s.version_written IS NOT NULL
+  LEFT JOIN holdfast.item_sinks w ON w.vector_id = n.id AND w.sink = s.sink
+ WHERE v.target_table = %(target_table)s AND v.embedding_version = %(from_version)s
+   AND v.deleted_at IS NULL AND w.status IS DISTINCT FROM 'done'
+   AND w.error_class IS DISTINCT FROM 'result_lost'
+   AND NOT (%(leaves_failed)s AND coalesce(w.status = 'failed', false))
+ GROUP BY s.sink
+ ORDER BY s.sink
+"""
+
+
+def lacking(tx: Tx, campaign: Campaign, sinks: Sequence[str]) -> dict[str, int]:
+    """Return how many documents followers hold in the old version and not yet in the new one."""
+    values = {
+        "target_table": campaign.target_table,
+        "from_version": campaign.from_version,
+        "to_version": campaign.to_version,
+        "leaves_failed": campaign.leaves_failed,
+        "sinks": list(sinks),
+    }
+    return {row["sink"]: row["documents"] for row in tx.execute(LACKING, values)}
+
+
 # Of a campaign that rests, its own items; of one that closes, those of daily work, for a moment.
 HELD_BACK = """
 SELECT target_table || ' ' || CASE state WHEN 'paused' THEN to_version ELSE from_version END
@@ -287,7 +347,8 @@ UPDATE holdfast.embedding_targets
    SET is_current = true
  WHERE target_table = %(target_table)s AND embedding_version = %(to_version)s
 """
-FINISH = "UPDATE holdfast.campaigns SET finished_at = now() WHERE id = %(id)s"
+FINISH = "UPDATE holdfast.campaigns SET finished_at = now(), said = NULL WHERE id = %(id)s"
+SAY = "UPDATE holdfast.campaigns SET said = %(said)s WHERE id = %(id)s"
 
 
 def cut_over(tx: Tx, campaign: Campaign) -> bool:
@@ -303,6 +364,11 @@ def cut_over(tx: Tx, campaign: Campaign) -> bool:
 def finish(tx: Tx, campaign: Campaign) -> None:
     """Note that nothing is left to do."""
     tx.execute(FINISH, {"id": campaign.id})
+
+
+def say(tx: Tx, campaign: Campaign, said: str) -> None:
+    """Let whoever asks for the state read what keeps it from going on."""
+    tx.execute(SAY, {"id": campaign.id, "said": said})
 
 
 IS_MARK_DUE = """

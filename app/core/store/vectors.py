@@ -658,6 +658,21 @@ def coverage(tx: Tx) -> list[dict[str, Any]]:
     return tx.execute(COVERAGE).fetchall()
 
 
+OPEN_ITEMS = """
+SELECT count(*) AS items
+  FROM public.embedding_retry_queue
+ WHERE target_table = %(target)s AND embedding_version = %(version)s
+   AND status IN ('pending', 'processing')
+"""
+
+
+def open_items(tx: Tx, target: Target) -> int:
+    """Return how many items of a target's version are not final."""
+    values = {"target": target.target_table, "version": target.embedding_version}
+    row = tx.execute(OPEN_ITEMS, values).fetchone()
+    return int(row["items"]) if row else 0
+
+
 FORGET_VERSION = """
 WITH items AS (
     DELETE FROM public.embedding_retry_queue
