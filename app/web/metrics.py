@@ -91,6 +91,14 @@ class _Collector:
         for model, backend in sorted(backends.items()):
             paused.add_metric([self._ctx.settings.embedder, model], int(bool(backend.paused_since)))
         yield paused
+        labels = ["backend", "model", "digest"]
+        info = GaugeMetricFamily(
+            "holdfast_model_info", "What exactly is behind a model's name now.", labels=labels
+        )
+        for model, backend in sorted(backends.items()):
+            if backend.digest:
+                info.add_metric([self._ctx.settings.embedder, model, backend.digest], 1)
+        yield info
 
     def _work(self, gauges: fleet.Gauges) -> Iterator[Metric]:
         items = GaugeMetricFamily(

@@ -264,8 +264,8 @@ def test_the_alert_rules_name_metrics_that_there_are(
     )
     opened.rows("INSERT INTO holdfast.alerts (name, message) VALUES ('failed_items', 'x')")
     opened.rows(
-        """INSERT INTO holdfast.backends (name, model, last_ok_at) VALUES ('ollama', 'm', now())
-               ON CONFLICT DO NOTHING"""
+        """INSERT INTO holdfast.backends (name, model, last_ok_at, digest)
+           VALUES ('ollama', 'm', now(), 'sha256:aa') ON CONFLICT DO NOTHING"""
     )
     del door
     text = (
@@ -280,6 +280,7 @@ def test_the_alert_rules_name_metrics_that_there_are(
     rules = (ROOT / "deploy" / "alerts.yml").read_text("utf-8")
     named = set(re.findall(r"\bholdfast_[a-z_]+", re.sub(r"#.*", "", rules)))
     assert named - metric_names(text) == set()
+    assert 'holdfast_model_info{backend="ollama",digest="sha256:aa",model="m"} 1.0' in text
     assert 'holdfast_rows_without_vector{target_table="ai_insights"} 3.0' in text
     assert 'holdfast_coverage_ratio{embedding_version="bge-m3-latest-8",sink="pgvector"' in text
 

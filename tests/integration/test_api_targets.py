@@ -56,6 +56,7 @@ def test_a_target_is_registered_listed_and_written_to(ground: Ground, admin: Doo
         "text_column": None,
         "is_current": True,
         "faults": [],
+        "campaign": None,
     }
     assert made.json in admin.get("/api/targets").json["targets"]
     item = {"target_table": "notes", "target_id": 1, "text": "one"}
@@ -63,6 +64,27 @@ def test_a_target_is_registered_listed_and_written_to(ground: Ground, admin: Doo
     refused = ground.door("bob", "submit").post([item])
     assert refused.status == 422
     assert refused.json["errors"][0]["field"] == "target_table"
+
+
+def test_a_campaign_that_goes_on_is_shown_with_its_target(ground: Ground, admin: Door) -> None:
+    register(admin, embedding_version="v1", text_column="body")
+    ground.rows(
+        """INSERT INTO holdfast.campaigns (target_table, from_version, to_version, state, said)
+           VALUES ('notes', 'v1', 'v2', 'closing', 'not cut over: why')"""
+    )
+
+    listed = admin.get("/api/targets").json["targets"]
+    ground.rows("DELETE FROM holdfast.campaigns")
+
+    shown = {each["target_table"]: each["campaign"] for each in listed}
+    told = {name: shown["notes"][name] for name in ("from_version", "to_version", "state", "said")}
+    assert told == {
+        "from_version": "v1",
+        "to_version": "v2",
+        "state": "closing",
+        "said": "not cut over: why",
+    }
+    assert all(told is None for table, told in shown.items() if table != "notes")
 
 
 def test_a_new_version_is_the_current_one_and_needs_a_column_of_its_own(admin: Door) -> None:
