@@ -1,4 +1,4 @@
-"""Applies the numbered SQL files in order, each once, each in its own transaction.
+"""Applies the numbered SQL files in order, each once, each in its own transaction; then the grants.
 
 python -m migrations            apply what is missing
 python -m migrations --check    change nothing; exit 1 where something is missing or differs
@@ -120,6 +120,8 @@ def migrate(
             with connection.transaction():
                 connection.execute(OPTIONAL_VALUES, values)
                 connection.execute((HERE / f"{name}.sql").read_bytes())
+        with connection.transaction():
+            connection.execute((HERE / "grants.sql").read_bytes())
         return [step.name for step in missing]
 
 

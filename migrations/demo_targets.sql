@@ -7,7 +7,7 @@ DECLARE
     found   integer;
     name    text;
 BEGIN
-    CREATE EXTENSION IF NOT EXISTS vector;
+    CREATE EXTENSION IF NOT EXISTS vector SCHEMA public;
     FOREACH name IN ARRAY ARRAY['ai_insights', 'conversations'] LOOP
         EXECUTE format('CREATE TABLE IF NOT EXISTS public.%I (id bigint PRIMARY KEY,'
                        ' body text NOT NULL, embedding vector(%s))', name, wanted);

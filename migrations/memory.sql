@@ -11,7 +11,7 @@ DECLARE
     -- What pgvector's HNSW takes: 2,000 dimensions of a vector, 4,000 of a halfvec.
     kind    text := CASE WHEN wanted > 2000 THEN 'halfvec' ELSE 'vector' END;
 BEGIN
-    CREATE EXTENSION IF NOT EXISTS vector;
+    CREATE EXTENSION IF NOT EXISTS vector SCHEMA public;
     EXECUTE format('CREATE TABLE IF NOT EXISTS holdfast.memory_chunks (
         -- Made of all that follows up to chunk, so that the same ingest names the same rows.
         id          uuid PRIMARY KEY,

@@ -149,7 +149,9 @@ def add_target(ctx: Context, arguments: argparse.Namespace) -> int:
     new = targets.asked(parse(TargetRequest, asked), settings)
     with ctx.database.transaction() as tx:
         target = targets.register(tx, new)
+        grants = targets.missing_grants(tx, target)
     print(f"{target.target_table} {target.embedding_version}: registered, current")
+    print_grants(grants)
     note = index_note(target.dimension)
     if note:
         print(note)
@@ -163,8 +165,9 @@ def list_targets(ctx: Context, arguments: argparse.Namespace) -> int:
     lines = [("TARGET", "VERSION", "MODEL", "COLUMN", "DIM", "CURRENT", "STATE")]
     with ctx.database.transaction() as tx:
         for each in targets.registered(tx):
-            faults = targets.faults(tx, each)
-            is_well = is_well and not faults
+            wrong = [f"{fault.field} {fault.message}" for fault in targets.faults(tx, each)]
+            wrong += [f"not granted yet: {grant}" for grant in targets.missing_grants(tx, each)]
+            is_well = is_well and not wrong
             lines.append(
                 (
                     each.target_table,
@@ -173,7 +176,7 @@ def list_targets(ctx: Context, arguments: argparse.Namespace) -> int:
                     each.vector_column,
                     str(each.dimension),
                     "yes" if each.is_current else "no",
-                    "; ".join(f"{fault.field} {fault.message}" for fault in faults) or "ok",
+                    "; ".join(wrong) or "ok",
                 )
             )
     print_table(lines)
@@ -202,6 +205,13 @@ def requeue_job(ctx: Context, arguments: argparse.Namespace) -> int:
 
 def _day(moment: Any) -> str:  # noqa: ANN401
     return moment.strftime("%Y-%m-%d") if moment else ""
+
+
+def print_grants(statements: Sequence[str]) -> None:
+    """Print what is still to be granted before a target can be used, if anything."""
+    if statements:
+        print("the owner of the table has yet to say:")
+        print("\n".join(f"  {each};" for each in statements))
 
 
 def print_table(lines: Sequence[Sequence[str]]) -> None:

@@ -17,7 +17,7 @@ from app.core.requests import TargetRequest, parse
 from app.core.store import audit, targets
 from app.core.store.campaigns import Change
 from app.core.store.database import take_time
-from worker.admin import print_table
+from worker.admin import print_grants, print_table
 from worker.runtime import open_followers
 from worker.sweep import cleanup
 
@@ -195,6 +195,8 @@ def reembed(ctx: Context, arguments: argparse.Namespace) -> int:
     note = index_note(plan.new.dimension)
     if note:
         print(f"  {note}")
+    with ctx.database.transaction() as tx:
+        print_grants(targets.missing_grants(tx, plan.new))
     if not arguments.is_start:
         print("  nothing was changed; the same with start begins it")
         return 0

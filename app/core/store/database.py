@@ -167,6 +167,12 @@ def translated() -> Generator[None]:
     except UNMIGRATED as exc:
         message = f"the schema is not this version's; run python -m migrations ({_name(exc)})"
         raise StoreUnavailable(message) from exc
+    except pg.InsufficientPrivilege as exc:
+        message = (
+            "the role lacks a right; run python -m migrations as the owner, and see"
+            f" python -m worker targets list ({exc.diag.message_primary})"
+        )
+        raise StoreUnavailable(message) from exc
     except PASSING as exc:
         raise StoreUnavailable(f"Postgres cannot answer now ({_name(exc)})") from exc
 

@@ -43,6 +43,7 @@ def untargeted(known: Sequence[Target], settings: Settings) -> list[Target]:
 
 
 # What the database says of a column: its table must exist, and the types must be ones we write.
+# Not to_regclass for a schema that is named: it is an error where that may not be used.
 LOOK = """
 SELECT n.nspname AS table_schema, c.relname AS table_name, a.attname AS column_name,
        format_type(a.atttypid, NULL) AS type_name, a.atttypmod AS modifier,
@@ -52,7 +53,10 @@ SELECT n.nspname AS table_schema, c.relname AS table_name, a.attname AS column_n
   FROM pg_class c
   JOIN pg_namespace n ON n.oid = c.relnamespace
   JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
- WHERE c.oid = to_regclass(%(name)s) AND c.relkind IN ('r', 'p')
+ WHERE c.oid = CASE WHEN %(schema)s::text IS NULL THEN to_regclass(quote_ident(%(name)s))::oid
+                    ELSE (SELECT k.oid FROM pg_class k JOIN pg_namespace m ON m.oid = k.relnamespace
+                           WHERE m.nspname = %(schema)s AND k.relname = %(name)s) END
+   AND c.relkind IN ('r', 'p')
    AND a.attname = ANY(%(columns)s::text[])
 """
 ID_TYPES = {
@@ -146,6 +150,58 @@ def register(tx: Tx, new: NewTarget) -> Target:
     return target
 
 
+# Which role does what with a row: the worker writes vectors, the API reads and clears them, the
+# sweeper reads all, and the owner's functions and commands do what both do.
+MISSING_GRANTS = """
+WITH roles AS (
+    SELECT rolname AS name, rolname::text AS part FROM pg_roles
+     WHERE rolname IN ('holdfast_api', 'holdfast_worker', 'holdfast_sweeper')
+     UNION
+    SELECT tableowner, 'owner' FROM pg_tables
+     WHERE schemaname = 'holdfast' AND tablename = 'embedding_targets'
+), the_table AS (
+    SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+     WHERE n.nspname = %(table_schema)s AND c.relname = %(table_name)s
+), needs (part, place, privilege, name) AS (
+    VALUES ('holdfast_worker', 1, 'SELECT', %(id_column)s::text),
+           ('holdfast_worker', 2, 'UPDATE', %(vector_column)s),
+           ('holdfast_api', 1, 'SELECT', %(id_column)s),
+           ('holdfast_api', 1, 'SELECT', %(vector_column)s),
+           ('holdfast_api', 2, 'UPDATE', %(vector_column)s),
+           ('holdfast_sweeper', 1, 'SELECT', %(id_column)s),
+           ('holdfast_sweeper', 1, 'SELECT', %(vector_column)s),
+           ('holdfast_sweeper', 1, 'SELECT', %(text_column)s),
+           ('owner', 1, 'SELECT', %(id_column)s),
+           ('owner', 1, 'SELECT', %(vector_column)s),
+           ('owner', 1, 'SELECT', %(text_column)s),
+           ('owner', 2, 'UPDATE', %(vector_column)s)
+), lacking AS (
+    SELECT roles.name AS role, n.place, n.privilege,
+           string_agg(DISTINCT quote_ident(n.name), ', ') AS columns
+      FROM roles
+      JOIN needs n USING (part)
+      JOIN the_table ON true
+     WHERE n.name IS NOT NULL
+       AND NOT has_column_privilege(roles.name, the_table.oid, n.name, n.privilege)
+     GROUP BY roles.name, n.place, n.privilege
+)
+SELECT format('GRANT USAGE ON SCHEMA %%I TO %%I', %(table_schema)s::text, name) AS statement,
+       name = current_user AS is_mine, name AS role, 0 AS place
+  FROM roles
+ WHERE NOT has_schema_privilege(name, %(table_schema)s, 'USAGE')
+ UNION ALL
+SELECT format('GRANT %%s (%%s) ON %%I.%%I TO %%I', privilege, columns, %(table_schema)s::text,
+              %(table_name)s::text, role), role = current_user, role, place
+  FROM lacking
+ ORDER BY role, place
+"""
+
+
+def missing_grants(tx: Tx, target: Target) -> list[str]:
+    """Return the statements that the roles of deploy/roles.sql lack for a target that fits."""
+    return [row["statement"] for row in tx.execute(MISSING_GRANTS, asdict(target))]
+
+
 def faults(tx: Tx, target: Target) -> list[Fault]:
     """Say what no longer fits between a registered target and the database."""
     try:
@@ -167,7 +223,12 @@ def faults(tx: Tx, target: Target) -> list[Fault]:
         return list(exc.faults)
     if seen.id_type != target.id_type:
         return [_fault("id_column", f"was {target.id_type}, is {seen.id_type}")]
-    return []
+    rows = tx.execute(MISSING_GRANTS, asdict(target))
+    return [
+        _fault("target_table", f"not granted yet: {row['statement']}")
+        for row in rows
+        if row["is_mine"]
+    ]
 
 
 REMOVE = """
@@ -185,7 +246,8 @@ def remove(tx: Tx, target: Target) -> None:
 def looked_up(tx: Tx, new: NewTarget) -> Target:
     """Return what the database says of a target; raises InvalidRequest where it does not fit."""
     columns = [new.id_column, new.vector_column, new.text_column]
-    rows = tx.execute(LOOK, {"name": _quoted(new.target_table), "columns": columns}).fetchall()
+    schema, name = _parts(new.target_table)
+    rows = tx.execute(LOOK, {"schema": schema, "name": name, "columns": columns}).fetchall()
     if not rows:
         problems = [_fault("target_table", "no such table, or neither column is in it")]
         raise InvalidRequest(MISMATCH, faults=problems)
@@ -230,9 +292,9 @@ def _text_problems(row: dict[str, Any] | None) -> list[Fault]:
     return []
 
 
-def _quoted(name: str) -> str:
-    # to_regclass reads identifiers; quoting each part makes it look for exactly this name.
-    return ".".join('"' + part.replace('"', '""') + '"' for part in name.split(".", 1))
+def _parts(name: str) -> tuple[str | None, str]:
+    schema, dot, table = name.partition(".")
+    return (schema, table) if dot else (None, name)
 
 
 def _fault(field: str, message: str) -> Fault:
