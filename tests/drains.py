@@ -39,6 +39,7 @@ ELAPSE = (
               paused_until = paused_until - make_interval(secs => %(seconds)s),
               probe_until = probe_until - make_interval(secs => %(seconds)s),
               last_ok_at = last_ok_at - make_interval(secs => %(seconds)s)""",
+    "UPDATE holdfast.jobs SET rung_at = rung_at - make_interval(secs => %(seconds)s)",
 )
 
 EMPTY = """

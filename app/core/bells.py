@@ -227,10 +227,11 @@ class Bells:
         except DuplicateJobError:
             return
 
-    def first_waiting(self, queue: str, *, limit: int) -> list[str]:
-        """Return the ids of the first bells that wait in a queue."""
+    def first_waiting(self, queue: str, *, limit: int | None = None) -> list[str]:
+        """Return the ids of the first bells that wait in a queue, or of all of them."""
+        last = -1 if limit is None else limit - 1
         with translated():
-            ids = cast("list[bytes]", self._redis.lrange(self._queue(queue).key, 0, limit - 1))
+            ids = cast("list[bytes]", self._redis.lrange(self._queue(queue).key, 0, last))
         return [_text(bell) for bell in ids]
 
     def move(self, queue: str, bell: str, *, other: str, is_behind: bool = True) -> None:
@@ -241,9 +242,7 @@ class Bells:
 
     def waiting(self, queue: str) -> list[str]:
         """Return the job id of every bell that waits in a queue, first one first."""
-        with translated():
-            ids = cast("list[bytes]", self._redis.lrange(self._queue(queue).key, 0, -1))
-        return [job_of(_text(bell)) for bell in ids]
+        return [job_of(bell) for bell in self.first_waiting(queue)]
 
     def others_wait(self, queue: str, job_id: str) -> bool:
         """Whether a bell of another job is among the first that wait in a queue."""

@@ -1,7 +1,7 @@
 """Ringing: numbers are taken in Postgres and committed, then the bells are pushed."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from app.core.bells import BELL, job_of
@@ -68,8 +68,8 @@ def _line_up(ctx: Context, rings: Rings, queue: str) -> None:
     with ctx.database.transaction() as tx:
         named = {job_of(bell) for bell in line if BELL.fullmatch(bell)}  # anything may stand there
         owners = jobs.owners(tx, named | {rings.job_id})
-    low = [bell for bell in line if _is_low(owners, bell)]
-    line = [bell for bell in line if bell not in low]
+    low = _what_may_be_passed(line, owners)
+    line = line[: len(line) - len(low)]
     for bell in new:
         behind = place_in_line(
             [_client(owners, each) for each in line], owners[rings.job_id].client
@@ -84,9 +84,15 @@ def _line_up(ctx: Context, rings: Rings, queue: str) -> None:
             return
 
 
-def _is_low(owners: Mapping[str, jobs.Owner], bell: str) -> bool:
-    owner = owners.get(job_of(bell))
-    return owner is not None and owner.is_low
+def _what_may_be_passed(line: Sequence[str], owners: Mapping[str, jobs.Owner]) -> list[str]:
+    """Return the bells at the end of a line that have time; not a first one that is overdue."""
+    low: list[str] = []
+    for place, bell in reversed([*enumerate(line)]):
+        owner = owners.get(job_of(bell))
+        if owner is None or not owner.is_low or (place == 0 and owner.is_overdue):
+            break
+        low.insert(0, bell)
+    return low
 
 
 def _client(owners: Mapping[str, jobs.Owner], bell: str) -> str:

@@ -18,6 +18,7 @@ from tests.processes import wait_for
 
 NEW_MODEL = "another-model"
 OLD, NEW = "bge-m3-latest-8", "another-model-8"
+MOST_DAILY_OPEN = 10
 
 
 def command(stage: Stage, *words: str) -> str:
@@ -132,15 +133,21 @@ class Daily:
             connection.execute("DELETE FROM ai_insights WHERE id = %s", (row,))
 
 
+DAILY_OPEN = "SELECT count(*) FROM holdfast.jobs WHERE finished_at IS NULL AND priority = 0"
+
+
 @contextmanager
-def daily_work(daily: Daily) -> Generator[None]:
-    """Do it while the block runs."""
+def daily_work(stage: Stage, daily: Daily) -> Generator[None]:
+    """Do it while the block runs, no more of it than these workers can carry."""
     stop = threading.Event()
 
     def work() -> None:
         for number in range(10**6):
             if stop.wait(0.1):
                 return
+            while stage.one(DAILY_OPEN) > MOST_DAILY_OPEN:
+                if stop.wait(0.1):
+                    return
             daily.turn(number)
 
     with ThreadPoolExecutor(1) as pool:
@@ -168,7 +175,7 @@ def campaign(stage: Stage, rows: int, *, kills: bool) -> None:
     stage.record("plan", command(stage, "reembed", "plan", TARGET, *new).splitlines())
     texts = {number: [text] for number, text in stage.texts.items()}
     daily = Daily(stage, texts)
-    with Reader(stage, rows, texts).looking() as reader, daily_work(daily):
+    with Reader(stage, rows, texts).looking() as reader, daily_work(stage, daily):
         command(stage, "reembed", "start", TARGET, *new)
         has = "SELECT count(*) FROM ai_insights WHERE other IS NOT NULL"
         wait_for(lambda: stage.one(has) >= rows // 2, DRAIN_SECONDS)

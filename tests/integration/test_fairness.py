@@ -1,17 +1,24 @@
 """Clients take turns: how much one has waiting is no matter to another. Counted, not timed."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.bells import job_of
+from app.core.context import open_context
 from app.core.model import place_in_line
+from app.core.store import fleet, items
+from app.core.store.jobs import LOW_TURN_SECONDS
+from tests.conftest import free_port
 from tests.drains import Mill, open_mill
 from tests.fakes import Fake
 from tests.processes import StartProcess, WaitFor
 from worker import embedding
+from worker.sweep import rings
 
 QUEUE = "rq:queue:embeddings"
 CLIENTS = st.text("abc", max_size=30)
@@ -126,6 +133,101 @@ def test_what_has_time_goes_after_everybody_and_gives_way_after_each_slice(
 
     assert "b" in order(mill)[2:6]
     assert order(mill).count("l") == 6
+
+
+@pytest.fixture
+def later(mill: Mill) -> Callable[..., str]:
+    """Submit a job of eight texts, two slices, that has time."""
+    first = iter(range(5000, 10**6, 100))
+    return lambda: mill.submit(
+        *[f"later {number}" for number in range(8)],
+        first=next(first),
+        client="reembed",
+        priority=-10,
+    )
+
+
+Later = Callable[[], str]
+
+
+def test_what_has_time_gets_a_slice_when_it_is_overdue_though_others_wait_without_end(
+    mill: Mill, submit: Submit, later: Later
+) -> None:
+    later()
+    for _ in range(3):
+        submit("acme", 1, 1, 1)
+        follow_bells(mill, most=3)
+    assert rings.give_turns(mill.ctx) == {}
+    submit("acme", 1, 1, 1)
+    mill.elapse(LOW_TURN_SECONDS + 1)
+    assert rings.give_turns(mill.ctx) == {"turns": 1}
+    before = mill.ctx.bells.waiting("embeddings")
+
+    [new] = submit("acme", 1)
+    follow_bells(mill, most=4)
+
+    assert order(mill) == "a" * 9 + "l" + "aaa"
+    after = mill.ctx.bells.waiting("embeddings")
+    assert sorted([*after, *before[1:4]]) == sorted([*before, new])
+    assert after[0] == new
+
+
+def test_what_is_overdue_is_passed_by_nobody_once_it_is_the_first(
+    mill: Mill, submit: Submit, later: Later
+) -> None:
+    later()
+    mill.elapse(LOW_TURN_SECONDS + 1)
+
+    submit("acme", 1)
+    follow_bells(mill)
+
+    assert order(mill) == "lal"
+
+
+def test_one_of_several_low_jobs_has_the_turn_and_then_another(
+    mill: Mill, submit: Submit, later: Later
+) -> None:
+    one, other = later(), later()
+    submit("acme", *[1] * 9)
+    mill.elapse(LOW_TURN_SECONDS + 1)
+    firsts = []
+    for _ in range(2):
+        assert rings.give_turns(mill.ctx) == {"turns": 1}
+        assert rings.give_turns(mill.ctx) == {}
+        firsts.append(mill.ctx.bells.waiting("embeddings")[0])
+        follow_bells(mill, most=2)
+
+    assert firsts == [one, other]
+    assert order(mill) == "lala"
+
+
+def test_no_turn_is_given_while_work_with_time_is_in_hand(
+    mill: Mill, submit: Submit, later: Later
+) -> None:
+    held, _ = later(), later()
+    submit("acme", 1)
+    mill.elapse(LOW_TURN_SECONDS + 1)
+    terms = items.ClaimTerms(held, leased_by="bell", lease_seconds=60, allowance=3)
+    with mill.ctx.database.transaction() as tx:
+        assert items.claim(tx, terms, limit=4, paused_models=[])
+
+    assert rings.give_turns(mill.ctx) == {}
+
+
+def test_no_turn_is_given_to_what_is_paused_or_while_redis_is_away(
+    mill: Mill, submit: Submit, later: Later
+) -> None:
+    later()
+    submit("acme", 1)
+    mill.elapse(LOW_TURN_SECONDS + 1)
+    away = replace(mill.settings, redis_url=f"redis://127.0.0.1:{free_port()}/0")
+    with closing(open_context(away, application="test", most_connections=2)) as ctx:
+        assert rings.give_turns(ctx) == {}
+    name, model = mill.settings.embedder, mill.settings.embedding_model
+    with mill.ctx.database.transaction() as tx:
+        fleet.pause(tx, name, model, seconds=60, error_class="busy", message="503")
+
+    assert rings.give_turns(mill.ctx) == {}
 
 
 def test_what_is_no_bell_in_the_queue_keeps_nobody_from_submitting(

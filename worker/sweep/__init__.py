@@ -1,6 +1,7 @@
 """The sweeper: one leader that makes good what was lost, each tick and when something is due."""
 
 import logging
+import math
 import os
 import secrets
 import signal
@@ -16,7 +17,7 @@ from app.core.config import Settings
 from app.core.context import Context, open_context
 from app.core.errors import StoreUnavailable
 from app.core.ports import find
-from app.core.store import fleet
+from app.core.store import fleet, jobs
 from app.core.store.database import Tx, translated
 from worker.notice import Notice
 from worker.runtime import open_followers
@@ -36,7 +37,12 @@ DUTIES: tuple[tuple[str, Duty], ...] = (
     ("rings", rings.run_once),
     ("alerts", alerts.run_once),
 )
-CLEANUP_SECONDS = 3600.0
+NOW_AND_THEN: tuple[tuple[str, Duty, float], ...] = (
+    ("turns", rings.give_turns, jobs.LOW_TURN_SECONDS),
+    ("cleanup", cleanup.run_once, 3600.0),
+)
+"""Duties that are done at the first tick after so many seconds."""
+
 LEAST_WAIT_SECONDS = 0.2
 """A floor under the pause between two ticks, so that a due item nobody takes does not spin us."""
 
@@ -94,7 +100,7 @@ class Sweeper:
         self._stop = Event()
         self.leads = Event()
         """Set while this is the one that works."""
-        self._cleaned_at: float | None = None
+        self._done_at: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
         self._is_lost = False
 
@@ -140,9 +146,10 @@ class Sweeper:
         for name, duty in DUTIES:
             self._do(name, duty)
         now = time.monotonic()
-        if self._cleaned_at is None or now - self._cleaned_at >= CLEANUP_SECONDS:
-            self._cleaned_at = now
-            self._do("cleanup", cleanup.run_once)
+        for name, duty, seconds in NOW_AND_THEN:
+            if now - self._done_at.get(name, -math.inf) >= seconds:
+                self._done_at[name] = now
+                self._do(name, duty)
 
     def _do(self, name: str, duty: Duty) -> None:
         try:

@@ -332,8 +332,14 @@ def items_of_model(tx: Tx, job_id: str, model: str) -> int:
     return int(row["items"]) if row else 0
 
 
-CLIENTS = """
-SELECT id, client, priority < 0 AS is_low FROM holdfast.jobs WHERE id = ANY(%(ids)s::text[])
+LOW_TURN_SECONDS = 10.0
+"""How long work with time waits while other work comes without end, until it has a turn."""
+
+OWNERS = """
+SELECT id, client, priority < 0 AS is_low,
+       priority < 0 AND rung_at < now() - make_interval(secs => %(low_turn_seconds)s) AS is_overdue
+  FROM holdfast.jobs
+ WHERE id = ANY(%(ids)s::text[])
 """
 
 
@@ -343,12 +349,14 @@ class Owner:
 
     client: str
     is_low: bool
+    is_overdue: bool
+    """It goes after everybody's, and has waited for so long that it is to have a turn now."""
 
 
 def owners(tx: Tx, ids: Iterable[str]) -> dict[str, Owner]:
     """Return whose each of these jobs is; those that are none are left out."""
-    rows = tx.execute(CLIENTS, {"ids": list(ids)})
-    return {str(row["id"]): Owner(str(row["client"]), row["is_low"]) for row in rows}
+    rows = tx.execute(OWNERS, {"ids": list(ids), "low_turn_seconds": LOW_TURN_SECONDS})
+    return {str(row.pop("id")): Owner(**row) for row in rows}
 
 
 AHEAD = """
