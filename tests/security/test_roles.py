@@ -130,6 +130,7 @@ def test_everything_works_under_the_least_rights(
             shown = {page: door.http.get(page, headers=door_key(door)).status_code for page in RQ}
         wait_for(lambda: has_vector(registered, 9))
         reembed(registered, start_process)
+        wait_for(lambda: not registered.execute(OPEN_JOBS).fetchone())
         worker.kill()
         for statement in AGED:
             registered.execute(statement)
@@ -145,6 +146,7 @@ def test_everything_works_under_the_least_rights(
     assert "Traceback" not in said, said
 
 
+OPEN_JOBS = "SELECT id FROM holdfast.jobs WHERE finished_at IS NULL"
 AGED = (
     """UPDATE public.embedding_retry_queue SET processed_at = now() - interval '99 days'
         WHERE status = 'done'""",
@@ -158,11 +160,13 @@ def reembed(team: psycopg.Connection, start_process: StartProcess) -> None:
     """Embed the rows in another version, as the owner asks and the sweeper and the worker do."""
     team.execute("ALTER TABLE team.notes ADD COLUMN newer vector(8)")
     options = ("--vector-column", "newer", "--version", "v2")
+    planned = start_process("worker", "reembed", "plan", TABLE, *options)
+    assert planned.wait() == 0, planned.said
+    # The API, the owner, the sweeper, the worker.
+    assert run_grants(team, planned.said) == 2 + 2 + 1 + 1
     started = start_process("worker", "reembed", "start", TABLE, *options)
     assert started.wait() == 0, started.said
-    assert (
-        run_grants(team, started.said) == 2 + 2 + 1 + 1
-    )  # the API, the owner, the sweeper, the worker
+    assert run_grants(team, started.said) == 0
     wait_for(lambda: has_vector(team, 9, "newer"), 60)
 
 
