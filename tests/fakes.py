@@ -216,6 +216,7 @@ class Fake:
         seconds_per_item: float = 0.0,
         constant: bool = False,
         keeps_bodies: bool = True,
+        port: int = 0,
     ) -> None:
         self.dimension = dimension
         self.seconds_per_item = seconds_per_item
@@ -242,7 +243,7 @@ class Fake:
         self._bodies: dict[tuple[str, str, int], bytes] = {}
         self._open: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
-        self._listener = _bound(0)
+        self._listener = _bound(port)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.accept()

@@ -22,16 +22,28 @@ def main(arguments: Sequence[str]) -> int:
         return int(import_module(f"worker.{options.command}").run(os.environ))  # noqa: TID251 - handed on whole
     if options.command == "drill":
         return drill.run(options.name)
+    if options.command == "enabled":
+        return _enabled()
     try:
         settings = config.load()
     except ConfigError as exc:
         print("\n".join(exc.faults), file=sys.stderr)
         return CONFIG_EXIT
-    if options.command == "enabled":
-        return 0 if settings.enable_queue_worker else 1
     if options.command in ("run", "sweep"):
         return _serve(settings, options)
     return admin.run(settings, options)
+
+
+def _enabled() -> int:
+    """Say whether workers are wanted: it is asked where secrets cannot be read yet.
+
+    Where settings are wrong the worker itself is to say so, and to end with 78.
+    """
+    try:
+        wanted = config.load(database_url="postgresql://", redis_url="redis://").enable_queue_worker
+    except ConfigError:
+        return 0
+    return 0 if wanted else 1
 
 
 def _serve(settings: config.Settings, options: argparse.Namespace) -> int:

@@ -88,6 +88,16 @@ def test_a_target_is_registered_as_the_database_has_it(tx: Tx) -> None:
     assert targets.faults(tx, registered) == []
 
 
+def test_a_table_that_stands_in_another_schema_is_named(tx: Tx) -> None:
+    elsewhere = NewTarget('Odd "Table', "The Id", 'Vec"tor', MODEL, VERSION, 8)
+
+    with pytest.raises(InvalidRequest) as caught, tx.transaction():
+        targets.register(tx, elsewhere)
+
+    [fault] = caught.value.faults
+    assert fault.message.endswith('; there is Odd.Schema.Odd "Table')
+
+
 @pytest.mark.parametrize(
     ("table", "id_column", "vector_column", "id_type"),
     [

@@ -59,6 +59,14 @@ SELECT n.nspname AS table_schema, c.relname AS table_name, a.attname AS column_n
    AND c.relkind IN ('r', 'p')
    AND a.attname = ANY(%(columns)s::text[])
 """
+ELSEWHERE = """
+SELECT n.nspname || '.' || c.relname AS name
+  FROM pg_class c
+  JOIN pg_namespace n ON n.oid = c.relnamespace
+ WHERE c.relname = %(name)s AND c.relkind IN ('r', 'p')
+   AND n.nspname IS DISTINCT FROM %(schema)s::text
+ ORDER BY 1 LIMIT 5
+"""
 ID_TYPES = {
     "bigint": "bigint",
     "integer": "integer",
@@ -249,8 +257,11 @@ def looked_up(tx: Tx, new: NewTarget) -> Target:
     schema, name = _parts(new.target_table)
     rows = tx.execute(LOOK, {"schema": schema, "name": name, "columns": columns}).fetchall()
     if not rows:
-        problems = [_fault("target_table", "no such table, or neither column is in it")]
-        raise InvalidRequest(MISMATCH, faults=problems)
+        message = "no such table, or neither column is in it"
+        elsewhere = tx.execute(ELSEWHERE, {"schema": schema, "name": name}).fetchall()
+        if elsewhere:
+            message += f"; there is {', '.join(row['name'] for row in elsewhere)}"
+        raise InvalidRequest(MISMATCH, faults=[_fault("target_table", message)])
     found = {row["column_name"]: row for row in rows}
     id_row = found.get(new.id_column)
     id_problem = _id_problem(id_row)
