@@ -16,15 +16,16 @@ demo: $(STAMP)
 up: $(STAMP)
 	@exec $(RUN) -m worker up
 
+# What takes longest goes first, beside all the rest.
 test: check
 	$(RUN) -m coverage erase
-	$(RUN) -m coverage run -m pytest -n 2 --dist loadfile
+	$(RUN) -m coverage run -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/systemd tests
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report --skip-covered
 
 # Every fault, the long ones and random seeds too; a line each, and at the end how many held.
 faults: $(STAMP)
-	$(RUN) -m pytest -m "slow or not slow" -n 2 --dist loadfile tests/faults tests/security tests/e2e/test_drill.py
+	$(RUN) -m pytest -m "slow or not slow" -n 2 --dist loadfile tests/systemd tests/faults tests/security tests/e2e/test_drill.py
 
 bench: $(STAMP)
 	$(RUN) -m pytest -m slow -s tests/bench

@@ -112,9 +112,7 @@ def migrate(
         if missing:
             connection.execute(PREPARE)
         for step in missing:
-            with connection.transaction():
-                connection.execute(step.sql)
-                connection.execute(RECORD, {"name": step.name, "checksum": step.checksum})
+            _apply(connection, step)
         values = {"dimension": str(dimension), "model": model, "version": version}
         for name in (*(["memory"] if memory else []), *(DEMO if demo else ())):
             with connection.transaction():
@@ -123,6 +121,18 @@ def migrate(
         with connection.transaction():
             connection.execute((HERE / "grants.sql").read_bytes())
         return [step.name for step in missing]
+
+
+def _apply(connection: psycopg.Connection, step: Step, *, tries: int = 10) -> None:
+    """Apply one file; again where it and a program at work waited for each other in a circle."""
+    try:
+        with connection.transaction():
+            connection.execute(step.sql)
+            connection.execute(RECORD, {"name": step.name, "checksum": step.checksum})
+    except psycopg.errors.DeadlockDetected:
+        if tries == 1:
+            raise
+        _apply(connection, step, tries=tries - 1)
 
 
 def _refuse_encoding(connection: psycopg.Connection) -> None:

@@ -56,7 +56,8 @@ def _followed(
     began = time.monotonic()
     try:
         counts = drain(bell, job_id, run)
-    except StoreUnavailable:
+    except StoreUnavailable as exc:
+        log.warning("bell put off: %s", exc.message, extra={"event": "postgres_lost", **facts})
         counts = {"store_unavailable": 1}  # the sweeper rings again
     except (HoldfastError, JobTimeoutException) as exc:
         raise exc.with_traceback(None) from None

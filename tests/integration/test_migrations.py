@@ -17,6 +17,7 @@ from app.core.store.targets import NewTarget
 from migrations.__main__ import MigrationError, check, migrate
 from tests import rows
 from tests.conftest import DIMENSION
+from tests.processes import WaitFor
 from tests.rows import MODEL, RETRIED, TABLE, VERSION
 from worker.up import Servers
 
@@ -236,6 +237,26 @@ def test_a_file_that_fails_leaves_those_before_it_and_nothing_of_itself(
     broken.write_text("CREATE TABLE holdfast.half (id integer);")
 
     assert migrate(empty_database_url) == ["9001_new"]
+
+
+def test_a_file_that_waits_in_a_circle_with_a_program_is_applied_again(
+    empty_database_url: str, files: Path, wait_for: WaitFor
+) -> None:
+    migrate(empty_database_url)
+    (files / "9001_new.sql").write_text(
+        "LOCK TABLE public.embedding_retry_queue; LOCK TABLE holdfast.jobs;"
+        " CREATE TABLE holdfast.new (id integer);"
+    )
+    waits = "SELECT 1 FROM pg_locks WHERE relation = 'holdfast.jobs'::regclass AND NOT granted"
+    url = f"{empty_database_url}?options=-c%20deadlock_timeout%3D3s"  # it is the one to be ended
+    with ThreadPoolExecutor(1) as pool, psycopg.connect(empty_database_url) as program:
+        program.execute("SET deadlock_timeout = '10min'")
+        program.execute("LOCK TABLE holdfast.jobs")
+        migration = pool.submit(migrate, url)
+        wait_for(lambda: program.execute(waits).fetchone())
+        program.execute("LOCK TABLE public.embedding_retry_queue")
+        program.commit()
+        assert migration.result(30) == ["9001_new"]
 
 
 def test_of_many_at_once_one_works_and_the_others_say_so(empty_database_url: str) -> None:
