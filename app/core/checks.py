@@ -35,10 +35,9 @@ def readiness(ctx: Context) -> Seen:
     """Say whether a POST would be accepted, and what is degraded though it would."""
     try:
         with ctx.database.transaction(answer_seconds=READY_SECONDS) as tx:
-            missing = schema.missing(tx)
-            if missing:  # and perhaps the tables that are asked for below
-                names = ", ".join(missing)
-                return _unavailable(f"migrations: {names} missing; run python -m migrations")
+            fault = schema.fault(tx)
+            if fault:  # and perhaps the tables that are asked for below
+                return _unavailable(fault)
             alive = fleet.alive(tx)
             paused = _paused(fleet.backends(tx, ctx.settings.embedder))
             sinks = (ctx.settings.primary_sink, *ctx.settings.followers)

@@ -232,7 +232,7 @@ def test_f28_programs_that_came_before_their_migration_lose_nothing_and_say_so(
         )
         assert SAY in stage.door.get("/readyz").json["reason"]
         wait_for(lambda: "run python -m migrations" in worker.said)
-        wait_for(lambda: "run python -m migrations" in sweeper.said)
+        wait_for(lambda: SAY in sweeper.said)
         assert stage.statuses == {"pending": 50}
 
         migrate(stage)
@@ -240,5 +240,6 @@ def test_f28_programs_that_came_before_their_migration_lose_nothing_and_say_so(
         stage.post(*numbered(50, "after it"))
         stage.wait_until_final()
         assert stage.statuses == {"done": 100}
+        assert len(faults(sweeper)) == 1, "it is said once, not each second"
         assert (worker.stop(), sweeper.stop()) == (0, 0)
     stage.check()

@@ -17,7 +17,7 @@ from app.core.config import Settings
 from app.core.context import Context, open_context
 from app.core.errors import StoreUnavailable
 from app.core.ports import find
-from app.core.store import fleet, jobs
+from app.core.store import fleet, jobs, schema
 from app.core.store.database import Tx, translated
 from worker.notice import Notice
 from worker.runtime import open_followers
@@ -123,6 +123,9 @@ class Sweeper:
         self._leave()
 
     def _with(self, connection: Tx) -> None:
+        fault = schema.fault(connection)
+        if fault:
+            raise StoreUnavailable(fault)
         fleet.listen(connection)
         while not self._stop.is_set():
             self._beat(connection)

@@ -22,3 +22,9 @@ def missing(tx: Tx) -> Sequence[str]:
         return EXPECTED
     applied = {str(row["name"]) for row in tx.execute(APPLIED)}
     return [name for name in EXPECTED if name not in applied]
+
+
+def fault(tx: Tx) -> str | None:
+    """Say what the database lacks and what to do, or nothing where all is there."""
+    names = ", ".join(missing(tx))
+    return f"migrations: {names} missing; run python -m migrations" if names else None
