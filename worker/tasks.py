@@ -57,7 +57,7 @@ def _followed(
     try:
         counts = drain(bell, job_id, run)
     except StoreUnavailable as exc:
-        log.warning("bell put off: %s", exc.message, extra={"event": "postgres_lost", **facts})
+        log.warning("bell put off: %s", exc.message, extra={"event": "bell_put_off", **facts})
         counts = {"store_unavailable": 1}  # the sweeper rings again
     except (HoldfastError, JobTimeoutException) as exc:
         raise exc.with_traceback(None) from None

@@ -253,6 +253,7 @@ def test_a_worker_without_postgres_lives_and_its_bells_end(
     bell = BellJob.fetch("emb-0123456789abcdef-99", ctx.link)
     assert bell.return_value() == {"store_unavailable": 1}
     assert len(events(worker, "postgres_lost")) == 1
+    assert len(events(worker, "bell_put_off")) == 1
     assert worker.is_alive
     assert backend.calls == []
 
